@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from trillora.recipe.load import load_recipe
     from trillora.recipe.resolve import DocumentRoom
     from trillora.step.autotune import choose, step_bytes
-    from trillora.training.trainer import place_state
+    from trillora.training.entries.programs import place_state
 
     data, lora = {"path": "random.jsonl", "pack": args.packed}, {"rank": 16, "alpha": 32}
     train = {"sequence_length": args.tokens, "batch_size": args.rows, "steps": args.steps}

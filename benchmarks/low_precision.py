@@ -148,7 +148,7 @@ def prepare_step(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import stages_of
     from trillora.step.autotune import choose, step_bytes
-    from trillora.training.trainer import place_state
+    from trillora.training.entries.programs import place_state
 
     fields = dict(SHAPES[NAMES[args.shape]])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields, max_position_embeddings=args.tokens)
@@ -246,8 +246,8 @@ def losses_of(kind: str, args: argparse.Namespace, every: int) -> list[tuple[lis
     from trillora.model.loading.weights import load_weights
     from trillora.recipe.schema import stages_of
     from trillora.step.autotune import choose
-    from trillora.training.loop import placed_batches
-    from trillora.training.trainer import place_state
+    from trillora.training.entries.programs import place_state
+    from trillora.training.entries.stepper import placed_batches
     from trillora.training.validation import Evaluator
 
     opened = OpenModel.open("smollm2", revision=None, trust_remote_code=False)

@@ -51,7 +51,7 @@ def whole_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
     from trillora.devices.mesh import put_batch
     from trillora.model.loading.weights import random_weights
     from trillora.step.autotune import step_bytes
-    from trillora.training.trainer import place_state
+    from trillora.training.entries.programs import place_state
 
     config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=args.tokens)
     cases = [(kind, n) for n in args.documents for kind in ("mask", "lengths")] + [("not packed", 1)]

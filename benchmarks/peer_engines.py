@@ -200,7 +200,7 @@ def train_trillora(args: argparse.Namespace, work: Work, folder: Path) -> Measur
     from trillora.preflight.predict import predictor_for
     from trillora.recipe.load import load_recipe
     from trillora.step.autotune import choose, step_bytes
-    from trillora.training.trainer import place_state
+    from trillora.training.entries.programs import place_state
 
     config = AutoConfig.from_pretrained(args.model)
     batches = [packed(documents, work.row) for documents in documents_of_steps(work, config.vocab_size)]
@@ -246,7 +246,7 @@ def train_trillora(args: argparse.Namespace, work: Work, folder: Path) -> Measur
     # As planned by the compiler, because jax counts the peak of the whole process. `RESULTS.md`: they agree.
     peak = step_bytes(plan.compiled)
     notes = (
-        f"remat {plan.settings.remat}, {plan.settings.micro_batch_size} rows at once, compiled {compile_seconds:.0f} s"
+        f"remat {plan.settings.remat}, micro-batch {plan.settings.micro_batch_size}, compiled {compile_seconds:.0f} s"
     )
     return Measured(step_ends, losses, num_trained, peak, notes)
 

@@ -151,7 +151,7 @@ def ready_to_run(plan: Any, shape: argparse.Namespace, vocab_size: int) -> Calla
 
     from trillora.devices.mesh import put_batch
     from trillora.model.loading.weights import random_weights
-    from trillora.training.trainer import place_state
+    from trillora.training.entries.programs import place_state
 
     assembly = plan.assembly
     base = random_weights(assembly.model.module, assembly.model.layout, assembly.base_shardings, seed=0)

@@ -75,8 +75,7 @@ def step_seconds(args: argparse.Namespace) -> tuple[float, float]:
     from trillora.recipe.load import load_recipe
     from trillora.step.autotune import choose
     from trillora.step.group import assemble_group, options_of
-    from trillora.training.group.trainer import place_group
-    from trillora.training.trainer import place_state
+    from trillora.training.entries.programs import place_group, place_state
 
     values = {
         "model": "random",

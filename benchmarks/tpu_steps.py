@@ -128,7 +128,7 @@ def main() -> None:
 def print_table(rows: list[dict[str, Any]]) -> None:
     print(
         "\n| model | slice | sequences x tokens | memory of each device | step | tokens/s/device | share of peak |"
-        " exposed interconnect | mesh | remat | rows at once | base | Tunix' step | ours / Tunix' |"
+        " exposed interconnect | mesh | remat | micro-batch | base | Tunix' step | ours / Tunix' |"
     )
     print("|---" * 14 + "|")
     for row in rows:

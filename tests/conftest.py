@@ -30,6 +30,7 @@ FLAGS = ("--xla_force_host_platform_device_count=8", *FASTER_COMPILATION)
 LONGEST = (
     "test_scores.py",
     "test_notebooks.py",
+    "test_ready_notebooks.py",
     "test_tpu_vm.py",
     "test_quickstart.py",
     "test_release.py",

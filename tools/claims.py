@@ -42,8 +42,8 @@ PARTS = re.compile(
 # Parts that other generators write and other tests compare, and whole pages: which records they show.
 OTHERS = {
     (README, "recipes"): "recipe-",
-    ("docs/preflight.md", "compile matrix"): "compile-matrix-",
-    ("docs/preflight.md", "published rates"): "tpu-anchors",
+    ("benchmarks/PREFLIGHT.md", "compile matrix"): "compile-matrix-",
+    ("benchmarks/PREFLIGHT.md", "published rates"): "tpu-anchors",
 }
 PAGES = {"docs/models.md": "architectures", "docs/ATLAS.md": "atlas-"}
 # Numbers in README that no one measured: names, versions, bounds and the conditions of a measurement.
@@ -215,7 +215,8 @@ def without_record(text: str, document: str) -> Iterator[tuple[int, str]]:
 
 
 def documents(root: Path) -> list[str]:
-    pages = sorted(path.relative_to(root).as_posix() for path in (root / "docs").glob("*.md"))
+    found = [*(root / "docs").glob("*.md"), *(root / "benchmarks").glob("PREFLIGHT.md")]
+    pages = sorted(path.relative_to(root).as_posix() for path in found)
     return [README, *(page for page in pages if page not in PAGES)]
 
 

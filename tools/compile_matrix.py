@@ -1,4 +1,4 @@
-"""Compiles what users run on TPUs to the end, with this environment's TPU compiler: the matrix of docs/preflight.md.
+"""Compiles what users run on TPUs to the end, with the TPU compiler: the matrix of benchmarks/PREFLIGHT.md.
 
     python tools/compile_matrix.py                     all rows that docs/compile_matrix.jsonl lacks for these versions
     python tools/compile_matrix.py --only gemma        rows whose name contains the word, again
@@ -31,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
-RECORDS, PAGE = ROOT / "docs" / "compile_matrix.jsonl", ROOT / "docs" / "preflight.md"
+RECORDS, PAGE = ROOT / "docs" / "compile_matrix.jsonl", ROOT / "benchmarks" / "PREFLIGHT.md"
 START, END = "<!-- compile matrix: start -->", "<!-- compile matrix: end -->"
 MIB, GIB = 2**20, 2**30
 PROVE_ON = ("v5e-1", "v5e-8", "v6e-8")

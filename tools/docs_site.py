@@ -31,7 +31,9 @@ PAGES = {
     "SECURITY.md": "project/security.md",
     "CHANGELOG.md": "project/changelog.md",
     "benchmarks/RESULTS.md": "project/results.md",
+    "benchmarks/PREFLIGHT.md": "project/preflight.md",
     "dev/LOG.md": "project/log.md",
+    "dev/DEFECTS.md": "project/defects.md",
     "dev/SOAK.md": "project/soak.md",
     "README.md": "index.md",
 }

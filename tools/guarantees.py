@@ -61,7 +61,7 @@ GUARANTEES = (
             "test_storage.py::test_an_interrupted_remote_write_or_removal",
             "test_checkpoint.py::test_a_failed_save",
             "test_faults.py::test_full_disk",
-            "test_best_checkpoint.py::test_full_disk",
+            "test_best_checkpoint.py::test_a_full_disk",
             "test_faults.py::test_run_without_its_last",
         ),
     ),

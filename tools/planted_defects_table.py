@@ -1,4 +1,4 @@
-"""Which planted defects other programs notice by themselves: writes the tables of docs/certificates.md.
+"""Which planted defects other programs notice by themselves: writes the tables of dev/DEFECTS.md.
 
     .venv/bin/python tools/planted_defects_table.py
 
@@ -29,7 +29,7 @@ from trillora.certify.certify import certify  # noqa: E402
 from trillora.certify.readers import listening, read_with_llama_cpp  # noqa: E402
 from trillora.errors import TrilloraError  # noqa: E402
 
-DOCS = ROOT / "docs" / "certificates.md"
+DOCS = ROOT / "dev" / "DEFECTS.md"
 START, END = "<!-- table: start -->", "<!-- table: end -->"
 COUNTS_START, COUNTS_END = "<!-- counts: start -->", "<!-- counts: end -->"
 

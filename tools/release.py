@@ -2,9 +2,12 @@
 
     python tools/release.py         # dist/trillora-0.2.0.tar.gz and dist/trillora-0.2.0-py3-none-any.whl
 
-The wheel is built from the unpacked sdist, so the sdist is complete. Times in the wheel are the last commit's: equal
-commits make equal wheels, byte by byte. It refuses changes that are not committed, and a version without a section in
-CHANGELOG.md. tests/system/test_release.py installs the wheel in a new environment.
+The wheel is built from the unpacked sdist, so the sdist is complete. Times in the wheel are the day of the version in
+CHANGELOG.md: equal sources make equal wheels, byte by byte. It refuses changes that are not committed, and a version
+without a section in CHANGELOG.md. tests/system/test_release.py installs the wheel in a new environment.
+
+The notebooks in notebooks/ name the wheel by its SHA-256. If they name another one, they are written again and have to
+be committed. They are no part of the wheel, so the second build makes the same one, and it is uploaded to the release.
 """
 
 from __future__ import annotations
@@ -16,9 +19,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from trillora.version import __version__
+
+FIRST_DAY = "1980-01-01"  # that a wheel can have
 ROOT = Path(__file__).resolve().parents[1]
 HOOK = "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])"
 
@@ -52,7 +59,7 @@ def copy_tracked(folder: Path) -> None:
 def run_backend(kind: Literal["sdist", "wheel"], source: Path, folder: Path) -> Path:
     """Builds with the installed setuptools. Returns the path of what it has built."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        epoch = {"SOURCE_DATE_EPOCH": git("log", "-1", "--format=%ct").strip()}
+        epoch = {"SOURCE_DATE_EPOCH": str(seconds_of_day(find_day(__version__) or FIRST_DAY))}
         command = [sys.executable, "-c", HOOK, kind, place]
         done = subprocess.run(command, cwd=source, env={**os.environ, **epoch}, capture_output=True, text=True)
         if done.returncode:
@@ -65,11 +72,19 @@ def check_ready(version: str) -> None:
     """Raises an error if what would be built is not what a tag would name."""
     if changed := git("status", "--porcelain"):
         raise NotReady(f"Commit or remove these first:\n{changed}")
-    section = re.search(
-        rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M
-    )
-    if section is None:
+    if find_day(version) is None:
         raise NotReady(f"CHANGELOG.md has no section '## [{version}] - YYYY-MM-DD'.")
+
+
+def find_day(version: str) -> str | None:
+    """The day of a version in CHANGELOG.md, such as 2026-11-18."""
+    pattern = rf"^## \[{re.escape(version)}\] - (\d{{4}}-\d\d-\d\d)$"
+    found = re.search(pattern, (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    return found[1] if found else None
+
+
+def seconds_of_day(day: str) -> int:
+    return int(datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp())
 
 
 def git(*arguments: str) -> str:
@@ -77,16 +92,20 @@ def git(*arguments: str) -> str:
 
 
 def main() -> int:
-    from trillora.version import __version__
+    import notebooks
 
     try:
         check_ready(__version__)
-        for path in build(ROOT / "dist"):
+        sdist, wheel = build(ROOT / "dist")
+        for path in (sdist, wheel):
             print(f"{path.relative_to(ROOT)}  {path.stat().st_size:,} bytes")
+        if notebooks.write(notebooks.release_of(wheel)):
+            raise NotReady("notebooks/ named another wheel, and was written again. Commit it, and build again.")
     except NotReady as error:
         print(error, file=sys.stderr)
         return 1
     print(f"To tag it: git tag -a v{__version__} -m 'Trillora {__version__}'")
+    print(f"Then upload both files to the release, so that the notebooks find {notebooks.release_of(wheel).url}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Compares simulated step times with published TPU training rates: the table of docs/preflight.md.
+"""Compares simulated step times with published TPU training rates: the table of benchmarks/PREFLIGHT.md.
 
     python tools/tpu_anchors.py --list
     python tools/tpu_anchors.py --only llama-3.1-8b@v6e-8     compiles one case: half a minute, with --whole minutes
@@ -48,7 +48,7 @@ from record import add_record_option, record_if
 
 SOURCES = ("benchmarks/tpu_anchors.json.xz", "src/trillora/preflight/hlo", "tools/tpu_published_rates.py")
 RECORDS = ROOT / "benchmarks" / "tpu_anchors.json.xz"
-PAGE, PART = "docs/preflight.md", "published rates"
+PAGE, PART = "benchmarks/PREFLIGHT.md", "published rates"
 PACKAGES = ("jax", "libtpu", "transformers")
 COLUMNS = ("model, slice", "sequences x tokens", "published", "simulated", "error", "held-out error", "roofline")
 COLUMNS += ("HBM peak", "what differs")

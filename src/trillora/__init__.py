@@ -2,7 +2,7 @@
 
     import trillora
     trillora.inspect_data("recipe.yaml")
-    trillora.run_preflight("recipe.yaml", on=["kaggle"])
+    trillora.run_preflight("recipe.yaml", on="kaggle")
     trillora.train("recipe.yaml", out="runs/first", train={"steps": 60})
     trillora.load("runs/first").generate("What is LoRA?")
 
@@ -93,20 +93,21 @@ def inspect_data(
 def run_preflight(
     recipe: str | Path | Mapping[str, object],
     *,
-    on: Sequence[str],
+    on: str | Sequence[str],
     tiny: bool = False,
     estimate: bool = False,
     **overrides: object,
 ) -> list[PreflightResult]:
-    """Shows whether a recipe fits these slices and how long it takes, as `trillora preflight` does. Returns one result
-    per slice."""
+    """Shows whether a recipe fits these slices (`"kaggle"` or `["v5e-8", "kaggle"]`) and how long it takes, as
+    `trillora preflight` does. Returns one result per slice."""
     from trillora.preflight.verdict import preflight
     from trillora.recipe.load import load_recipe
     from trillora.report.console import SafeConsole, console_listener
     from trillora.report.preflight_screen import show
 
+    slices = [on] if isinstance(on, str) else on
     with console_listener() as listener:
-        results = preflight(load_recipe(recipe, overrides, tiny=tiny), on, estimate=estimate, listener=listener)
+        results = preflight(load_recipe(recipe, overrides, tiny=tiny), slices, estimate=estimate, listener=listener)
     show(results, SafeConsole())
     return results
 

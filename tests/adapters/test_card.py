@@ -192,7 +192,7 @@ def test_a_run_without_an_adapter_is_exported_from_its_last_checkpoint(folder: P
     finished = load_adapter(tmp_path / "run" / "adapter")[1]
     shutil.rmtree(tmp_path / "run" / "adapter")
     source = open_source(str(tmp_path / "run"))
-    assert source.notes == ("The run is not finished: its last checkpoint is used, step 4 of 4.",)
+    assert source.notes == ("The run is not finished: its adapter at the last checkpoint is used, step 4 of 4.",)
     assert all((source.matrices[name] == array).all() for name, array in finished.items())
     assert "message['role'] + '|>" in source.tokenizer_files()["chat_template.jinja"].decode()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")

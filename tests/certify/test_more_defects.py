@@ -120,7 +120,7 @@ def test_weights_are_the_same_in_every_format(worlds: dict[str, World]) -> None:
 
 
 def test_the_page_has_the_numbers_of_the_lists() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "certificates.md").read_text("utf-8")
+    text = (Path(__file__).parents[2] / "dev" / "DEFECTS.md").read_text("utf-8")
     assert f"| all | {len(DEFECTS)} | {len(DEFECTS)} |" in text, "run tools/planted_defects_table.py"
     assert f"{len(planted_defects.DEFECTS)} of {len(planted_defects.DEFECTS)} are caught" in text
     assert f"{len(KNOWN_DEFECTS)} are attacks" in text and f"{len(NEW_DEFECTS)} were written" in text

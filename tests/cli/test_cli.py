@@ -209,7 +209,6 @@ def test_an_unknown_command_names_the_right_one(verb: str, meant: str) -> None:
     ("arguments", "what", "where"),
     [
         (["train"], "Missing argument 'RECIPE'", "trillora train"),
-        (["preflight", "r.yaml"], "Missing option '--on'", "trillora preflight"),
         (["train", "r.yaml", "--otu", "run"], "No such option: --otu", "trillora train"),
         (["eval", "run", "--rows", "many"], "Invalid value for '--rows'", "trillora eval"),
         (["--verison"], "No such option: --verison", "trillora"),
@@ -221,6 +220,13 @@ def test_wrong_arguments_are_errors_with_what_where_and_do(arguments: list[str],
     assert result.exit_code == 2
     assert len(lines) == 3 and what in lines[0]
     assert lines[1:] == [f"  where: {where}", f"  do:    see `{runnable(where + ' --help')}`"]
+
+
+@pytest.mark.parametrize(("verb", "option"), [("preflight", "--on kaggle"), ("train", "--out runs/first")])
+def test_a_missing_option_comes_with_an_example(verb: str, option: str) -> None:
+    code, output = invoke(verb, "r.yaml")
+    assert code == 2 and output.startswith(f"Missing option '{option.split()[0]}'")
+    assert f"do:    add it, for example {option}; see " in output
 
 
 def test_without_a_command_the_help_is_printed() -> None:

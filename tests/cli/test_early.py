@@ -90,7 +90,12 @@ def test_a_later_row_that_shows_the_format_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"on_bad_row": "skip"}, {"template": {"text": "{{ Frage }}"}}, {"columns": {"text": "Frage;Antwort"}}]
+    "options",
+    [
+        {"on_bad_row": "skip"},
+        {"template": {"text": "{{ Frage }}"}},
+        {"columns": {"question": "Frage", "answer": "Antwort"}},
+    ],
 )
 def test_rows_that_the_recipe_explains_pass(world: Path, options: dict[str, object]) -> None:
     with pytest.raises(TrilloraError, match="no known format"):

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from data_files import ROWS, as_jsonl, as_parquet, rows_of, split, write, zip_of
 
-from trillora.data.reading.files import DataFile, expand, kind_of
+from trillora.data.reading.files import DataFile, expand, kind_of, left_out
 from trillora.errors import TrilloraError
 
 
@@ -31,6 +31,19 @@ def test_files_folders_and_globs_expand_in_a_fixed_order(tmp_path: Path) -> None
     assert names(files, tmp_path) == ["b/10.json.gz", "b/2.jsonl", "README.md", "b/deep/x.csv"]
     assert [file.source for file in files] == [0, 0, 1, 2]
     assert files[0].content()[:2] == (1, hashlib.sha256(b"x").hexdigest())
+
+
+def test_files_of_a_folder_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
+    names = ["a.txt", "b.rst", "c/d.rst", "e.PDF", "README.rst", ".git/x", "noname"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    said = "4 files are left out, which no reader knows: 2 x .rst, 1 x .pdf, 1 x no suffix"
+    assert left_out(str(tmp_path)) == f"{tmp_path}: {said}"
+    said = "2 files are left out, which no reader knows: 1 x .pdf, 1 x .rst"
+    assert left_out(f"{tmp_path}/*.*") == f"{tmp_path}/*.*: {said}"
+    entries = (f"{tmp_path}/*.txt", f"{tmp_path}/a.txt", "owner/name", "gs://b/x")
+    assert [left_out(entry) for entry in entries] == [None] * 4
 
 
 def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> None:

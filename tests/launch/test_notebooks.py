@@ -27,6 +27,7 @@ from trillora.launch.bundle import make_bundle
 from trillora.launch.notebooks.colab import write_colab
 from trillora.launch.notebooks.kaggle import KaggleFiles, write_kaggle
 from trillora.launch.notebooks.session import RESULT
+from trillora.launch.notebooks.targets import find_target
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
 
@@ -99,7 +100,7 @@ def test_colab_notebook_proves_trains_evaluates_exports_and_shows_the_report(
 ) -> None:
     data = {"split": {"validation": 0.2, "test": 0.2}}
     file = recipe(home, "lesson", data=data, train={"steps": 6}, evaluate={"max_tokens": 4, "num_samples": 0})
-    files = write_colab(make_bundle(file), tmp_path / "launch", "colab", export="merged")
+    files = write_colab(make_bundle(file), tmp_path / "launch", find_target("colab", "colab"), export="merged")
     found = execute(files.notebook, tmp_path / "there", None if FULL else warm_python)
     assert found.record["state"] == "finished" and found.record["device"]["platform"] == "cpu"
     assert "neither Colab nor Kaggle" in found.of("session.check(")
@@ -160,7 +161,8 @@ def test_interrupted_chain_of_kernels_ends_with_the_adapter_of_an_uninterrupted_
     options = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 2}
     sections = {"train": options, "data": {"split": {"test": 0.2}}, "evaluate": {"max_tokens": 4, "num_samples": 0}}
     bundle = make_bundle(recipe(home, "chain", **sections))
-    files = write_kaggle(bundle, tmp_path / "launch", "me", sessions=len(ends), prove=False)
+    target = find_target("kaggle", "kaggle")
+    files = write_kaggle(bundle, tmp_path / "launch", "me", target, sessions=len(ends), prove=False)
     reached: list[int] = []
     previous = None
     for number, last in enumerate(ends, start=1):
@@ -188,7 +190,7 @@ def test_interrupted_chain_of_kernels_ends_with_the_adapter_of_an_uninterrupted_
 def test_tiny_recipe_runs_in_a_kaggle_notebook(tmp_path: Path) -> None:
     recipes = Path(__file__).parents[2] / "recipes"
     bundle = make_bundle(recipes / "gemma-3-270m-chat.yaml", ["train.steps=4"], tiny=True)
-    files = write_kaggle(bundle, tmp_path / "launch", "me", export="merged")
+    files = write_kaggle(bundle, tmp_path / "launch", "me", find_target("kaggle", "kaggle"), export="merged")
     folder = tmp_path / "vm"
     shutil.copytree(files.dataset, folder / "trillora" / "input" / "trillora-gemma")
     found = execute(files.session(1) / "trillora-gemma-3-270m-chat-1.ipynb", folder)

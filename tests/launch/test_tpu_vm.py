@@ -258,7 +258,7 @@ def test_refused_creation_leaves_nothing(google: Google, plan: Callable[..., Lau
     google.set(refuse={"create": [texts.CAPACITY]})
     with pytest.raises(TrilloraError, match="No v6e-8 is free"):
         TpuVm(plan(), pace=PACE).step("create")
-    assert google.machines == [] and google.verbs().count("delete") == 2, "a refused request may exist all the same"
+    assert google.machines == [] and google.verbs().count("delete") == 2, "a refused request may exist anyway"
 
 
 def test_failed_request_is_deleted_because_it_holds_quota(google: Google, plan: Callable[..., LaunchPlan]) -> None:
@@ -427,6 +427,11 @@ def test_command_prints_all_commands_and_costs_and_creates_nothing(
     assert "v6e-8 spot: $5.21 to $12.35 per hour" in shown.stdout
     assert "23.40 h by preflight: $121.91 to $288.99" in shown.stdout
     assert lines[-1] == "Nothing was created. Add --run to execute these commands." and google.calls == []
+    Path("runs/chat").mkdir(parents=True)
+    assert "refused" not in launch("chat.yaml", "--on", "v6e-8").stdout
+    Path("runs/chat/adapter").touch()
+    told = launch("chat.yaml", "--on", "v6e-8").stdout
+    assert "With --run this would be refused. The folder for the results is not empty: runs/chat. Do: use" in told
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     unasked = launch("chat.yaml", "--on", "v6e-8", "--step", "copy", "--json")
     assert len(json.loads(unasked.stdout)["commands"]) == 2 and "hf-token" not in unasked.output

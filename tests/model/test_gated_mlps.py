@@ -32,7 +32,7 @@ from trillora.recipe import schema
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
 from trillora.step.autotune import choose
-from trillora.training.state_files import by_layer, layer_names
+from trillora.training.state.files import by_layer, layer_names
 from trillora.training.trainer import train
 
 SAME = 1e-5  # relative, float32: sums in another order

@@ -74,7 +74,7 @@ def test_an_epsilon_that_the_code_does_not_use_is_noticed() -> None:
 
 @pytest.mark.parametrize("scan", [False, slow_case(True)])
 def test_a_layer_may_normalise_what_all_layers_are_given(scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm replaces its input by the same numbers. Those of an argument must not be seen by the next layer."""
+    """The norm replaces its input by the same numbers. The next layer must not see an argument's new numbers."""
     forward = modeling_llama.LlamaDecoderLayer.forward
 
     def with_norm(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:

@@ -228,7 +228,7 @@ def test_the_estimate_runs_anywhere_and_is_labelled(
     children = [process for process in started if "trillora.preflight.compiler_process" in " ".join(process.args)]
     assert len(children) == 1 and children[0].returncode is not None, "one process for all, and it has ended"
     capsys.readouterr()
-    assert trillora.run_preflight(settings, on=["v5e-1"], estimate=True) == [dataclasses.replace(one, from_cache=True)]
+    assert trillora.run_preflight(settings, on="v5e-1", estimate=True) == [dataclasses.replace(one, from_cache=True)]
     assert "ESTIMATE" in capsys.readouterr().out
 
 

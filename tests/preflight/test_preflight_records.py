@@ -22,7 +22,7 @@ from trillora.preflight.client import CompilerClient, ask, versions
 
 RECORDS: list[dict[str, Any]] = json.loads(preflight_records.RECORDS.read_text())
 SAME_COMPILER = 0.02  # relative: the same compiler gives the same layout on another machine
-MEMORY_ERROR, TIME_ERROR = 0.0375, 0.2395  # the largest of docs/preflight.md, before rounding
+MEMORY_ERROR, TIME_ERROR = 0.0375, 0.2395  # the largest of benchmarks/PREFLIGHT.md, before rounding
 WHOLE_ERROR = 0.25  # of a program compiled to the end, timed with the compiler's own cycle counts
 RECOMPILED = range(len(RECORDS)) if FULL else (11,)  # Gemma-3-270M for v5e-8
 # Compiled to machine code: Mistral-7B for v5e-8 takes four minutes on two cores, Qwen3-0.6B for v5e-1 two.

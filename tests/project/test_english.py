@@ -18,6 +18,8 @@ from dose import FULL
         ("a.py", "def test_it_is_told() -> None: ...\n"),
         ("a.py", 'x = f"{1} rows stand anew"\n'),
         ("a.yaml", "# Told by the recipe\n"),
+        ("a.md", "Its logits are those of the base."),
+        ("a.py", "x = 1  # recognised by its colour\n"),
     ],
 )
 def test_a_banned_word_is_found(tmp_path: Path, name: str, text: str) -> None:
@@ -26,7 +28,14 @@ def test_a_banned_word_is_found(tmp_path: Path, name: str, text: str) -> None:
     assert found and all(f"{name}:1" in fault for fault in found)
 
 
-@pytest.mark.parametrize("text", ['x = told["beside"]\n', "# A layer that relies on recommended ways; it's fine.\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'x = told["beside"]\n',
+        "def logits_are_those_of_the_base() -> None: ...\n",
+        "# A layer that relies on recommended ways; it's fine.\n",
+    ],
+)
 def test_identifiers_and_longer_words_are_not(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.py").write_text(text.replace('"beside"', "beside"))
     assert list(faults(tmp_path / "a.py")) == []

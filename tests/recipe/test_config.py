@@ -63,6 +63,11 @@ def test_every_option_has_a_line_of_effect_and_a_way_to_be_named() -> None:
         assert option.expected, option.path
 
 
+def test_only_values_are_suggested_and_not_words_of_their_description() -> None:
+    for override in ("train.batch_size=two", "train.epochs=numbers", "model.name=3", "train.learning_rate=above"):
+        assert "did you mean" not in refusal(SMALLEST, override).do, override
+
+
 def test_a_loaded_recipe_does_not_change() -> None:
     recipe = load_recipe(SMALLEST)
     with pytest.raises(ValidationError):
@@ -80,6 +85,9 @@ def test_a_loaded_recipe_does_not_change() -> None:
         ("learning_rat", "train.learning_rate"),
         ("hardware.mesh.fdsp", "hardware.mesh.fsdp"),
         ("lora.target_modules", "lora.targets"),
+        ("lora.adapter", "lora.from"),
+        ("train_steps", "train.steps"),
+        ("model_name", "model.name"),
     ],
 )
 def test_unknown_key_names_the_nearest_and_the_place(tmp_path: Path, path: str, meant: str) -> None:
@@ -121,6 +129,8 @@ def test_unknown_key_names_the_nearest_and_the_place(tmp_path: Path, path: str, 
         ("hardware.mesh=8", "auto or a mapping of data, fsdp, tensor"),
         ("data.pack=3", "yes or no"),
         ("model=no", "quotes"),
+        ("model.dtype=fp16", "float16 does not exist here"),
+        ("model.dtype=bf16", "did you mean 'bfloat16'?"),
         ("model.name=''", "text"),
         ("model.revision=12", "quotes"),
         ("lora=3", "a mapping of rank"),

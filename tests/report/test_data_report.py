@@ -23,8 +23,10 @@ import trillora
 from trillora.cli import app
 from trillora.data.excerpt import MAX_CHARACTERS, ExcerptPiece, Gap, pieces_of, shortened
 from trillora.data.lengths import bin_edges
+from trillora.data.open import open_dataset
 from trillora.data.padding import padding_warning
 from trillora.data.summary import DataReport, inspect
+from trillora.errors import TrilloraError
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
 from trillora.report.data.page import page
@@ -162,6 +164,41 @@ def test_bad_rows_are_counted_and_refused_only_on_request(look: Look, on_bad_row
     assert (report.verdict.refusal() is None) == (on_bad_row == "skip")
 
 
+def test_if_no_row_is_good_the_advice_is_not_to_skip_them(look: Look) -> None:
+    template = {"user": "{{ qestion }}", "assistant": "{{ answer }}"}
+    report = look([{"question": str(n), "answer": "b"} for n in range(30)], template=template)
+    text = printed(report)
+    assert "30 rows are bad, and none is good" in text and "use only keys of the row in the template" in text
+    refusal = report.verdict.refusal()
+    assert refusal is not None and "on_bad_row" not in text + refusal.do
+
+
+def test_a_run_without_a_good_row_does_not_advise_to_skip_them(folder: Path) -> None:
+    template = {"user": "{{ qestion }}", "assistant": "{{ answer }}"}
+    recipe = write_recipe(folder, [{"question": str(n), "answer": "b"} for n in range(30)], template=template)
+    (stage,) = stages_of(load_recipe(recipe))
+    with pytest.raises(TrilloraError, match="None of the first 30 rows can be used") as caught:
+        open_dataset(stage.recipe, chat_tokenizer("chatml"), lambda event: None)
+    assert "on_bad_row" not in caught.value.do and str(caught.value.where).endswith("rows.jsonl:1")
+
+
+def test_remarks_and_notes_are_on_every_screen(folder: Path, look: Look) -> None:
+    (folder / "more.csv").write_text("question;answer;mood\na;b;c\n")
+    (folder / "docs").mkdir()
+    (folder / "docs" / "a.txt").write_text("some text")
+    (folder / "docs" / "b.rst").write_text("some text")
+    report = look([], path=[str(folder / "more.csv"), str(folder / "docs")])
+    for shown in (printed(report), page(report)):
+        assert "is not used" in shown and "columns are separated by semicolons" in shown and "1 x .rst" in shown
+        assert "auto  (the answers of chats, the whole of texts)" in shown
+
+
+def test_nothing_is_called_lost_or_kept_with_bad_rows(look: Look) -> None:
+    assert "Nothing is lost" not in printed(look([CHATS[0], "no JSON"]))
+    assert "every other row fits into 128 tokens" in printed(look([CHATS[0], "no JSON"]))
+    assert "Nothing is lost: every row fits" in printed(look(CHATS))
+
+
 def test_rows_too_long_are_counted_and_refused(look: Look) -> None:
     report = look([*CHATS, chat("Why?", "Because. " * 100)], train={"sequence_length": 128})
     length, trained = counted_slowly(chat("Why?", "Because. " * 100))
@@ -188,7 +225,7 @@ def test_shortened_rows_are_counted(look: Look) -> None:
 
 def test_the_example_joins_to_the_decoded_row_and_marks_the_answers(look: Look) -> None:
     row = chat("Grüße 漢字 👩‍🚀?", "漢字 👩‍🚀", "é")
-    example = look([row]).example
+    (example,) = look([row]).examples
     assert example is not None
     text = chat_tokenizer("chatml").apply_chat_template(row["messages"], tokenize=False)
     assert "".join(piece.text for piece in example.pieces) == text
@@ -196,6 +233,55 @@ def test_the_example_joins_to_the_decoded_row_and_marks_the_answers(look: Look) 
     assert trained == "漢字 👩‍🚀<|im_end|>é<|im_end|>"
     assert {piece.text for piece in example.pieces if piece.special} == {"<|im_start|>", "<|im_end|>"}
     assert (example.tokens, example.trained_tokens) == counted_slowly(row)
+
+
+def test_a_row_of_every_shape_is_an_example(look: Look) -> None:
+    tools = {"messages": chat("Time?", "Noon.")["messages"], "system": "Be brief."}
+    rows = [*CHATS[:1], *[chat("a", "b", "c")] * 2, tools, {"messages": chat("a", "<think>b</think>c")["messages"]}]
+    report = look(rows)
+    assert report.shapes == {"one round": 1, "several rounds": 2, "one round, system": 1, "one round, thinking": 1}
+    shown = [(e.shape, e.turns, e.place.rpartition(":")[2]) for e in report.examples]
+    assert shown[:2] == [("one round", 2, "1"), ("several rounds", 4, "2")]
+    assert len(shown) == 3 and shown[2] in (("one round, system", 3, "4"), ("one round, thinking", 2, "5"))
+    text = printed(report)
+    assert "conversations  1 one round; 2 several rounds" in text
+    assert "chat of 4 turns (several rounds)" in text and "chat of 4 turns (several rounds)" in page(report)
+
+
+def test_any_row_can_be_shown(folder: Path) -> None:
+    write_recipe(folder, [*CHATS, "no JSON", chat("Who?", "Me.")])
+    recipe = str(folder / "recipe.yaml")
+    for row in ("21", "rows.jsonl:22", f"{folder}/rows.jsonl:22"):
+        code, out, _ = invoke(recipe, "--row", row)
+        out = " ".join(out.split())
+        assert code == 0 and "rows.jsonl:22 chat of 2 turns" in out and "⟦Me.<|im_end|>⟧" in out, row
+        assert "duplicates" not in out, "only the row"
+    assert '"place"' in invoke(recipe, "--row", "2", "--json")[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("rows.jsonl:21", "not JSON"),
+        ("99", "There are only 21 rows"),
+        ("0", "'0' is not a row"),
+        ("rows.jsonl:x", "'rows.jsonl:x' is not a row"),
+        ("other.jsonl:1", "No row is from a file 'other.jsonl'"),
+    ],
+)
+def test_a_row_that_cannot_be_shown_is_an_error(folder: Path, row: str, message: str) -> None:
+    write_recipe(folder, [*CHATS, "no JSON", chat("Who?", "Me.")])
+    code, _, error = invoke(str(folder / "recipe.yaml"), "--row", row)
+    assert code == 2 and message in error and "do:" in error
+
+
+def test_a_data_file_needs_no_recipe(folder: Path) -> None:
+    (folder / "qa.csv").write_text("question,answer\nWho?,Me.\n")
+    code, out, _ = invoke(str(folder / "qa.csv"), "--model", str(folder / "model"))
+    out = " ".join(out.split())
+    assert code == 0 and "qa.csv:2 chat of 2 turns (one round)" in out and "ready to train" in out
+    code, _, error = invoke(str(write_recipe(folder, CHATS)), "--model", "smollm2")
+    assert code == 2 and "--model is for a data file" in error
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "mistral"])
@@ -298,7 +384,9 @@ def test_json_is_one_object_on_stdout(folder: Path) -> None:
     assert code == 0 and out.count("\n") == 1
     assert report["batch_size"] == 2 and report["verdict"]["ready"] is True
     expected = "rows bad_rows duplicate_rows trained_tokens masked_tokens padded_tokens packed_fill steps_per_epoch"
-    expected += " padding_fraction padding_warning formats files lengths lost splits example verdict"
+    expected += (
+        " padding_fraction padding_warning formats files lengths lost splits examples remarks notes shapes verdict"
+    )
     assert set(expected.split()) <= set(report)
     assert report["files"][0]["bytes"] == (folder / "rows.jsonl").stat().st_size
     assert "page.html" in err
@@ -421,8 +509,7 @@ def test_each_recipe_of_a_data_format_is_ready_to_train_on_its_sample(name: str)
     report = inspect(stage.recipe)
     assert report.verdict.ready
     assert (report.rows, report.bad_rows) == (12, 0)
-    assert report.example is not None
-    trained = "".join(piece.text for piece in report.example.pieces if piece.trained)
+    trained = "".join(piece.text for piece in report.examples[0].pieces if piece.trained)
     assert trained.endswith("<|im_end|>")  # SmolLM2's stop token is also its EOS
 
 

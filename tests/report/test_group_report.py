@@ -33,8 +33,8 @@ from trillora.events import (
     ignore_events,
     to_metrics_line,
 )
-from trillora.report.run.adapter_curves import looks_of
 from trillora.report.run.adapters import edge_of_rates
+from trillora.report.run.curves.several_adapters import looks_of
 from trillora.report.run.read import read_run
 from trillora.report.run.status import before_and_after, run_status
 from trillora.report.run.write import write_report

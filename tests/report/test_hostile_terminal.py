@@ -63,7 +63,7 @@ class FakeGenerator:
 
     def stream(self, messages: list[Any], **options: Any) -> Iterator[str]:
         self.seen.append((messages, options))
-        yield from self.answer  # letter by letter: an escape sequence is spread over several pieces
+        yield from self.answer  # character by character: an escape sequence is spread over several pieces
 
 
 @pytest.fixture

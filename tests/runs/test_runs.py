@@ -130,7 +130,7 @@ def test_an_interrupted_run_is_asked_from_its_last_checkpoint(run: Path, interru
     saved = SavedRun.open(interrupted)
     assert not saved.is_finished
     generator = Generator.open(str(interrupted), listener=events.append)
-    note = "The run is not finished: its last checkpoint is used, step 2 of 4."
+    note = "The run is not finished: its adapter at the last checkpoint is used, step 2 of 4."
     assert Note(note) in events
     adapter = adapter_of(saved)
     assert (adapter.note, adapter.name, adapter.is_result) == (note, "stopped", False)

@@ -20,6 +20,7 @@ import tiny_run
 from dose import slow_case
 
 from trillora.data.batches import Batches
+from trillora.devices.mesh import put_batch
 from trillora.events import Note, Step
 from trillora.recipe.load import load_recipe
 from trillora.step.compile_guard import COMPILE_EVENTS, CompileWatch, Planned, UnplannedProgram, describe
@@ -150,7 +151,7 @@ def test_evaluation_of_another_shape_stops_the_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tiny_run.recipe(folder, data={"split": {"validation": 0.3}}, evaluate={"num_samples": 0})
-    monkeypatch.setattr(validation.Evaluator, "_placed", lambda self, n: loop.put_batch(whole_batch(self), self._mesh))
+    monkeypatch.setattr(validation.Evaluator, "_placed", lambda self, n: put_batch(whole_batch(self), self._mesh))
     with pytest.raises(UnplannedProgram) as caught:
         train(load_recipe(settings), tmp_path / "run")
     assert "The evaluation of stage" in caught.value.what and "a batch of 9 x 64" in caught.value.what

@@ -74,7 +74,7 @@ def torch_logits(model: Any) -> np.ndarray:
 
 
 def error_ratio(our_logits: np.ndarray, model: Any) -> float:
-    """The rounding error of our logits, relative to that of PyTorch's float32 logits. Its float64 logits are exact in
+    """The rounding error of our logits, relative to PyTorch's float32 error. Its float64 logits are exact in
     comparison, although transformers computes some parts of a model in float32 always."""
     exact = torch_logits(copy.deepcopy(model).double())
     return distance(our_logits, exact) / distance(torch_logits(model), exact)

@@ -71,10 +71,13 @@ atexit.register(PARQUET.close)
 
 
 def rows_of(
-    file: DataFile, row_path: str | None = None, consumed: Callable[[int], None] = lambda count: None
+    file: DataFile,
+    row_path: str | None = None,
+    consumed: Callable[[int], None] = lambda count: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> RowsOfFile:
     """The rows of a file as it is now."""
-    return read_rows(file, file.content(), PARQUET, RowChoice(row_path), consumed=consumed)
+    return read_rows(file, file.content(), PARQUET, RowChoice(row_path), consumed=consumed, say=say)
 
 
 def read(path: str, rows: str | None = None) -> list[RawRow | Fault]:

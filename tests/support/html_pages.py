@@ -60,7 +60,7 @@ def browse(page: Path, folder: Path, *options: str, width: int = 1200) -> tuple[
     command = [str(CHROMIUM), *switches, page.as_uri()]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     console = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
-    # The browser makes requests of its own. Those of the page have an origin.
+    # The browser makes requests of its own. Requests of the page have an origin.
     requested = re.findall(r'"initiator":"(?!not an origin)[^"]*".*?"url":"([^"]+)"', log.read_text("utf-8", "replace"))
     return console, requested, result.stdout
 

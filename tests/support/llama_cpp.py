@@ -96,7 +96,7 @@ def _serve(gguf: str, lora: str, num_tokens: int) -> None:
     def answer(question: dict[str, Any]) -> Any:
         if "prompt" in question:
             # A stop token, or a part of a character, would give an answer without probabilities. So the answer is "a".
-            # The probabilities are of the unchanged logits all the same.
+            # The probabilities are of the unchanged logits anyway.
             options = {"n_predict": 1, "temperature": 0, "n_probs": 1 << 24, "cache_prompt": False}
             result = server.handle_completions(
                 {"prompt": question["prompt"], "logit_bias": [[letter, 1000.0]], **options}

@@ -158,7 +158,7 @@ def group_events(kind: str, plan: list[dict[str, Any]], num_steps: int, seed: in
             active.remove("math")
         if kind == "auto" and step in (every, 2 * every, 3 * every):
             for name in sorted(active, key=lambda name: calm(name, step))[len(active) // 2 :]:
-                reason = f"training loss {calm(name, step):.4f}, worse than that of other learning rates"
+                reason = f"training loss {calm(name, step):.4f}, worse than with other learning rates"
                 yield AdapterEnded(step, name, "dropped", reason)
                 active.remove(name)
         if step % every == 0 or step == num_steps:

@@ -20,7 +20,7 @@ from trillora.step import autotune, build
 from trillora.step.build import Assembly
 from trillora.step.group import GroupAssembly
 from trillora.training import trainer, validation
-from trillora.training.group import trainer as group_trainer
+from trillora.training.entries import plan, programs
 
 # Where files are, how chats are written, when to save and evaluate, and the seed, which the step gets with its state.
 NOT_COMPILED: dict[str, Any] = {
@@ -89,11 +89,10 @@ def sharing(shared: dict[Hashable, Any] | None = None) -> Iterator[dict[Hashable
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validation, "Generator", generator)
         patch.setattr(autotune, "assemble", once(build.assemble, step_key))
-        patch.setattr(group_trainer, "assemble_group", once(group_trainer.assemble_group, group_key))
+        patch.setattr(plan, "assemble_group", once(plan.assemble_group, group_key))
         patch.setattr(Assembly, "compile", once(Assembly.compile, of_assembly))
         patch.setattr(Assembly, "compile_evaluation", once(Assembly.compile_evaluation, of_assembly))
         patch.setattr(GroupAssembly, "compile_lane", once(GroupAssembly.compile_lane, of_assembly))
         patch.setattr(trainer, "make_copier", once(trainer.make_copier, of_assembly))
-        patch.setattr(trainer, "compile_next", once(trainer.compile_next, of_assembly))
-        patch.setattr(group_trainer, "make_group_copier", once(group_trainer.make_group_copier, of_assembly))
+        patch.setattr(programs, "compile_next", once(programs.compile_next, of_assembly))
         yield shared

@@ -29,7 +29,7 @@ MECHANISMS = {
     "biases": "biases on the projections",
     "fused-projections": "one weight matrix holds several projections",
     "transposed-linear": "weights stored input-first (GPT-2's Conv1D)",
-    "qk-norm": "queries and keys are normalised",
+    "qk-norm": "queries and keys are normalized",
     "parallel-block": "attention and feed-forward read the same input",
     "multipliers": "constants scale embeddings, attention, residuals or logits",
     "softcap": "tanh caps on attention scores or logits",

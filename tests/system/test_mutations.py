@@ -369,7 +369,7 @@ def problem(place: Place, name: str, file: Path, outcome: Outcome) -> str | None
         return None  # it says that logits were not compared, because the base has changed or cannot be used
     folders = WEIGHTS_OF.get(name) or WEIGHTS_OF.get(COMMANDS[name][1][0], ())
     if name != "generate without a run" and any(folder in relative.parts for folder in folders):
-        return "changed weights were used without a word"
+        return "changed weights were used silently"
     return None
 
 

@@ -1,11 +1,10 @@
-"""A run ends with the best adapter that can be read, whatever became of its best checkpoint."""
+"""A run ends with the adapter of its best evaluation, whatever became of its checkpoints."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,19 +13,15 @@ from typing import Any
 
 import pytest
 import tiny_run
-from dose import dose
 from tiny_run import checkpoints_of
 
-from trillora.errors import TrilloraError
+from trillora.engine.step import TrainState
 from trillora.evaluation.token_metrics import TokenMetrics
-from trillora.events import Alarm, ignore_events
-from trillora.files.checkpoints import Checkpoints, Damaged
-from trillora.files.storage import LocalStorage, open_storage
+from trillora.events import Alarm
+from trillora.files.storage import LocalStorage
 from trillora.recipe.load import load_recipe
-from trillora.training.best_checkpoint import choose_checkpoint
 from trillora.training.divergence import DivergenceMonitor
-from trillora.training.loop import StageLoop
-from trillora.training.run_folder import evaluation_losses
+from trillora.training.loop import EntryLoop
 from trillora.training.trainer import train
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
@@ -34,7 +29,7 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]
 ADAPTER = "adapter_model.safetensors"
 LOSSES = {0: 9.0, 2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}  # of the evaluations, by step
 STEPS = [2, 4, 6, 8]  # all are evaluated and saved
-BEST, NEXT = 4, 6
+BEST = 4
 
 
 @pytest.fixture(scope="module")
@@ -45,29 +40,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def scripted_losses() -> Iterator[None]:
     """Which evaluation is the best must not depend on rounding."""
-    judge = StageLoop._judge
+    judge = EntryLoop._judge
 
-    def with_loss(self: StageLoop, metrics: TokenMetrics) -> bool:
-        return judge(self, replace(metrics, loss=LOSSES[self._position.step]))
+    def with_loss(self: EntryLoop, state: TrainState, number: int, metrics: TokenMetrics) -> None:
+        judge(self, state, number, replace(metrics, loss=LOSSES[self._position.step]))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageLoop, "_judge", with_loss)
+        patch.setattr(EntryLoop, "_judge", with_loss)
         yield
 
 
-def recipe(folder: Path) -> dict[str, Any]:
+def recipe(folder: Path, **evaluate: Any) -> dict[str, Any]:
     return tiny_run.recipe(
         folder,
         data={"validation": str(folder / "chats.jsonl")},
         train={"steps": STEPS[-1], "batch_size": 4, "checkpoint_every": 2, "keep_checkpoints": 9},
-        evaluate={"every_steps": 2, "num_samples": 0},
+        evaluate={"every_steps": 2, "num_samples": 0, **evaluate},
     )
 
 
-def trained(folder: Path, run: Path) -> list[str]:
+def trained(folder: Path, run: Path, **evaluate: Any) -> list[str]:
     """Train, and return the alarms."""
     alarms: list[str] = []
-    train(load_recipe(recipe(folder)), run, listener=lambda e: alarms.append(e.text) if isinstance(e, Alarm) else None)
+    values = load_recipe(recipe(folder, **evaluate))
+    train(values, run, listener=lambda e: alarms.append(e.text) if isinstance(e, Alarm) else None)
     return alarms
 
 
@@ -76,27 +72,17 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without faults."""
     run = tmp_path_factory.mktemp("whole") / "run"
     assert not trained(folder, run)
-    assert evaluation_losses(run / "metrics.jsonl", tiny_run.metrics(run, "step")[0]["stage"]) == LOSSES
-    assert adapter_step(run) == BEST and source(run)["why"] == "" and last_reason(run) == ""
+    assert {line["step"]: line["loss"] for line in tiny_run.metrics(run, "evaluation")} == LOSSES
+    assert source(run) == {"step": BEST, "evaluation_loss": LOSSES[BEST]}
     return run
 
 
-def adapter_step(run: Path) -> int:
-    """The step of the checkpoint that the adapter was made from."""
-    found = (run / "adapter" / ADAPTER).read_bytes()
-    (step,) = [step for step in readable(run) if checkpoints_of(run).read(step)[ADAPTER] == found]
-    return step
+def adapter(run: Path) -> bytes:
+    return (run / "adapter" / ADAPTER).read_bytes()
 
 
-def readable(run: Path) -> list[int]:
-    found = []
-    for step in checkpoints_of(run).steps():
-        try:
-            checkpoints_of(run).read(step)
-            found.append(step)
-        except Damaged:
-            continue
-    return found
+def in_checkpoint(run: Path, step: int) -> bytes:
+    return checkpoints_of(run).read(step)[ADAPTER]
 
 
 def source(run: Path) -> dict[str, Any]:
@@ -104,26 +90,24 @@ def source(run: Path) -> dict[str, Any]:
     return found
 
 
-def last_reason(run: Path) -> str:
-    entry = json.loads((run / "history.jsonl").read_text().splitlines()[-1])
-    assert entry["event"] == "finished"
-    return str(entry["reason"])
-
-
-def unfinished(whole: Path, run: Path) -> Path:
-    """The run, killed after its last checkpoint."""
-    shutil.copytree(whole, run)
-    shutil.rmtree(run / "adapter")
+def unfinished(whole: Path, run: Path, last: int) -> Path:
+    """The run, killed after a checkpoint."""
+    tiny_run.copy_interrupted(whole, run, last)
     return run
 
 
-def flip_bit(checkpoint: Path) -> None:
-    data = bytearray((checkpoint / ADAPTER).read_bytes())
-    data[len(data) // 2] ^= 1
-    (checkpoint / ADAPTER).write_bytes(data)
+def test_every_checkpoint_has_the_best_adapter_so_far(whole: Path) -> None:
+    assert in_checkpoint(whole, 2) != in_checkpoint(whole, BEST)
+    assert adapter(whole) == in_checkpoint(whole, BEST) == in_checkpoint(whole, 6) == in_checkpoint(whole, 8)
 
 
-def test_full_disk_at_the_best_checkpoint_makes_the_next_one_the_best(
+def test_without_keep_best_the_last_weights_are_the_adapter(folder: Path, whole: Path, tmp_path: Path) -> None:
+    trained(folder, tmp_path / "run", keep_best=False)
+    assert adapter(tmp_path / "run") == in_checkpoint(tmp_path / "run", STEPS[-1]) != adapter(whole)
+    assert source(tmp_path / "run")["step"] == STEPS[-1]
+
+
+def test_a_full_disk_at_the_best_checkpoint_changes_nothing(
     folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = LocalStorage.write
@@ -135,17 +119,13 @@ def test_full_disk_at_the_best_checkpoint_makes_the_next_one_the_best(
 
     monkeypatch.setattr(LocalStorage, "write", full_once)
     run = tmp_path / "run"
-    alarms = trained(folder, run)
+    [alarm] = trained(folder, run)
+    assert f"step {BEST} could not be saved" in alarm
     assert checkpoints_of(run).steps() == [step for step in STEPS if step != BEST]
-    position = json.loads(checkpoints_of(run).read(STEPS[-1])["state.json"])["position"]
-    assert position["best_step"] == adapter_step(run) == NEXT
-    assert f"step {NEXT} is used, because the checkpoint of step {BEST} is missing" in last_reason(run)
-    assert source(run) | {"evaluation_loss": 0} == {"step": NEXT, "evaluation_loss": 0, "why": last_reason(run)}
-    assert any(f"The evaluation of step {BEST} is better" in text and "not saved" in text for text in alarms)
-    assert tiny_run.metrics(run, "step") == tiny_run.metrics(whole, "step"), "the training itself is the same"
+    assert adapter(run) == adapter(whole) and tiny_run.metrics(run) == tiny_run.metrics(whole)
 
 
-def test_evaluation_on_a_bad_step_is_saved(
+def test_evaluation_on_a_bad_step_is_used(
     folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observe = DivergenceMonitor.observe
@@ -155,79 +135,24 @@ def test_evaluation_on_a_bad_step_is_saved(
 
     monkeypatch.setattr(DivergenceMonitor, "observe", bad_at_best)
     assert not trained(folder, tmp_path / "run")
-    assert checkpoints_of(tmp_path / "run").steps() == STEPS and adapter_step(tmp_path / "run") == BEST
+    assert checkpoints_of(tmp_path / "run").steps() == STEPS and adapter(tmp_path / "run") == adapter(whole)
 
 
-@pytest.mark.parametrize("fault", ["flipped", "missing"])
-def test_damaged_or_missing_best_checkpoint_is_replaced_by_the_next_best(
-    folder: Path, whole: Path, tmp_path: Path, fault: str
+@pytest.mark.parametrize("last", [2, 6, 8])
+def test_resumed_without_its_best_checkpoint_a_run_ends_the_same(
+    folder: Path, whole: Path, tmp_path: Path, last: int
 ) -> None:
-    run = unfinished(whole, tmp_path / "run")
-    best = run / "checkpoints" / f"step-{BEST:08d}"
-    flip_bit(best) if fault == "flipped" else shutil.rmtree(best)
-    alarms = trained(folder, run)
-    assert adapter_step(run) == NEXT == source(run)["step"]
-    assert any(f"step {BEST}" in text for text in alarms) and f"step {BEST}" in last_reason(run)
+    """Before the best evaluation, after it, and when only the adapter was not written yet."""
+    run = unfinished(whole, tmp_path / "run", last)
+    shutil.rmtree(run / "checkpoints" / f"step-{BEST:08d}", ignore_errors=True)
+    assert not trained(folder, run)
+    assert adapter(run) == adapter(whole) and source(run) == source(whole)
 
 
-def test_without_any_other_checkpoint_the_last_weights_are_used(folder: Path, whole: Path, tmp_path: Path) -> None:
-    run = unfinished(whole, tmp_path / "run")
-    for step in STEPS[:-1]:
-        flip_bit(run / "checkpoints" / f"step-{step:08d}")
-    alarms = trained(folder, run)
-    assert adapter_step(run) == STEPS[-1]
-    assert f"step {STEPS[-1]} is used, because the checkpoint of step {BEST} is damaged" in last_reason(run)
-    assert alarms
-
-
-def test_resumed_without_its_best_checkpoint_a_run_finds_a_new_best(folder: Path, whole: Path, tmp_path: Path) -> None:
-    run = unfinished(whole, tmp_path / "run")
-    shutil.rmtree(run / "checkpoints" / f"step-{BEST:08d}")
-    checkpoints_of(run).remove_after(NEXT)
-    alarms = trained(folder, run)
-    assert adapter_step(run) == NEXT
-    assert any(f"Step {BEST} had the best evaluation, but its checkpoint is missing" in text for text in alarms)
-
-
-def test_the_best_checkpoint_that_can_be_read_is_chosen(tmp_path: Path) -> None:
-    """Random evaluations, of which some checkpoints are damaged, missing or were never made."""
-    for seed in range(dose(20, 500)):
-        generator = random.Random(seed)
-        place = tmp_path / str(seed)
-        checkpoints = Checkpoints(open_storage(place))
-        last = generator.randrange(1, 12)
-        evaluated = {
-            step: generator.choice([1.0, 2.0, generator.random(), float("nan")])
-            for step in range(1, last + 1)
-            if generator.random() < 0.7
-        }
-        usable = {last}
-        for step in range(1, last + 1):
-            if step != last and generator.random() < 0.3:
-                continue
-            checkpoints.write(step, {ADAPTER: bytes([step, 0]), "state.json": b"{}"})
-            if step != last and generator.random() < 0.4:
-                flip_bit(place / f"step-{step:08d}")
-            else:
-                usable.add(step)
-        alarms: list[Any] = []
-        chosen = choose_checkpoint(checkpoints, evaluated, last, alarms.append)
-        ranked = sorted((loss, step) for step, loss in evaluated.items() if loss == loss)
-        expected = next((step for _, step in ranked if step in usable), last)
-        assert chosen.step == expected and chosen.files[ADAPTER] == bytes([expected, 0])
-        is_best = not ranked or ranked[0][1] == expected
-        assert is_best == (not chosen.why) == (not alarms)
-
-
-def test_a_lost_connection_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is not finished with other weights; the same command tries again."""
-    checkpoints = Checkpoints(open_storage(tmp_path))
-    for step in (1, 2):
-        checkpoints.write(step, {ADAPTER: b"a"})
-
-    def unreachable(self: LocalStorage, name: str, files: Any = None) -> dict[str, bytes]:
-        raise OSError("the store does not answer")
-
-    monkeypatch.setattr(LocalStorage, "read", unreachable)
-    with pytest.raises(TrilloraError, match="does not answer"):
-        choose_checkpoint(checkpoints, {1: 1.0}, 2, ignore_events)
+def test_a_damaged_last_checkpoint_is_repeated(folder: Path, whole: Path, tmp_path: Path) -> None:
+    run = unfinished(whole, tmp_path / "run", STEPS[-1])
+    data = bytearray((run / "checkpoints" / f"step-{STEPS[-1]:08d}" / ADAPTER).read_bytes())
+    data[len(data) // 2] ^= 1
+    (run / "checkpoints" / f"step-{STEPS[-1]:08d}" / ADAPTER).write_bytes(data)
+    assert len(trained(folder, run)) == 1
+    assert adapter(run) == adapter(whole)

@@ -9,6 +9,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 import pytest
 from dose import dose
@@ -162,7 +163,7 @@ def test_rows_known_by_heart_need_no_gradient() -> None:
 def test_the_state_survives_a_checkpoint() -> None:
     losses, monitor = two_kinds(random.Random(0)), DivergenceMonitor(GUESSING)
     most_bad_steps(monitor, losses, 1, 500)
-    restored = DivergenceMonitor.from_dict(json.loads(json.dumps(monitor.to_dict())))
+    restored = DivergenceMonitor(**json.loads(json.dumps(asdict(monitor))))
     assert restored == monitor
     later = [next(losses) for _ in range(200)]
     for one in (monitor, restored):

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_divergence_monitor_accepts_noisy_losses_and_detects_divergence(seed: in
         loss = 1.5 + 2.5 * math.exp(-step / 300) + generator.normal(0, 0.4) + (4 if generator.random() < 0.01 else 0)
         monitor.observe(step, loss, 0.5, skipped=bool(generator.random() < 0.005))
         assert monitor.num_bad < 4
-    restored = DivergenceMonitor.from_dict(json.loads(json.dumps(monitor.to_dict())))
+    restored = DivergenceMonitor(**json.loads(json.dumps(asdict(monitor))))
     assert restored == monitor
     for step in range(2001, 2011):
         monitor.observe(step, 9.0 + generator.normal(0, 0.5), 0.5, skipped=False)
@@ -210,7 +211,10 @@ def test_best_evaluation_is_kept_and_patience_ends_a_stage(folder: Path, tmp_pat
     assert [e.is_best for e in evaluated[1:]].count(True) >= 2 and not evaluated[0].is_best
     assert max(e.step for e in events if isinstance(e, Step)) == evaluated[-1].step
     kept = (tmp_path / "run/adapter/adapter_model.safetensors").read_bytes()
-    assert kept == checkpoints_of(tmp_path / "run").read(best.step)["adapter_model.safetensors"]
+    checkpoints = checkpoints_of(tmp_path / "run")
+    assert kept == checkpoints.read(checkpoints.steps()[-1])["adapter_model.safetensors"]
+    source = json.loads((tmp_path / "run" / "run.json").read_text())["adapter"]
+    assert source == {"step": best.step, "evaluation_loss": pytest.approx(best.loss)}
 
 
 def test_half_a_line_of_metrics_does_not_hide_the_exit_code(

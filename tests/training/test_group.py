@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_run
 from dose import FULL, slow_case
-from safetensors.numpy import load_file
+from safetensors.numpy import load, load_file
 from tiny_run import checkpoints_of, metrics
 
 from trillora.errors import TrilloraError
@@ -19,9 +19,8 @@ from trillora.evaluation.evaluate import evaluate
 from trillora.events import AdapterEnded, AdapterStep, Event, Note, Scored
 from trillora.generation.generator import Generator
 from trillora.recipe.load import load_recipe
-from trillora.step.group_plan import Segment, halvings, planned_widths, segments, selections
-from trillora.training.group.loop import Call, plan_calls
-from trillora.training.group.rates import best, score
+from trillora.step.group_plan import Segment, best, halvings, planned_widths, score, segments, selections
+from trillora.training.entries.stepper import Call, plan_calls
 from trillora.training.loop import Diverged
 from trillora.training.trainer import train
 
@@ -184,6 +183,26 @@ def test_phases_resumed_from_any_checkpoint_end_the_same(
     assert last["adapters.safetensors"] == expected["adapters.safetensors"]
 
 
+def test_a_checkpoint_has_the_arrays_of_every_adapter_that_is_trained(whole: tuple[Path, list[Event]]) -> None:
+    """By the adapter's name. The first phase ends at step 6, and then only its weights are left."""
+    early, late = (checkpoints_of(whole[0]).read(step) for step in (4, 8))
+    names = [{name.partition("/")[0] for name in load(files["state.safetensors"])} for files in (early, late)]
+    assert names == [{"sums", "pairs"}, {"pairs"}]
+    kept = {name.partition("/")[0] for name in load(late["adapters.safetensors"])}
+    assert kept == {"sums", "pairs"}
+
+
+def test_a_run_of_other_phases_is_not_resumed(folder: Path, whole: tuple[Path, list[Event]], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out)
+    shutil.rmtree(out / "adapters")
+    (out / "group.json").unlink()
+    values = phases(folder)
+    values["phases"][0]["name"] = "others"
+    with pytest.raises(TrilloraError, match="is of other adapters: sums, pairs"):
+        train(load_recipe(values), out, accept_changes=True)
+
+
 def test_a_phase_that_diverges_stops_and_the_others_continue(
     folder: Path, whole: tuple[Path, list[Event]], tmp_path: Path
 ) -> None:
@@ -312,5 +331,5 @@ def test_calls_and_widths() -> None:
 def test_learning_rates_are_judged_by_their_latest_losses() -> None:
     assert [selection.keep for selection in selections(1000)][-1] == 1
     assert selections(3)[-1].step == 3
-    assert score([9.0, 9.0, 2.0, 4.0]) == 3.0 and score([]) == float("inf") == score([1.0, float("nan")])
+    assert score([9.0, 9.0, 2.0, 4.0]) == 3.0 and score([]) == float("inf") == score([1.0, None])
     assert best([3.0, 1.0, 2.0, 1.0], 2) == [1, 3] and best([1.0, 1.0], 1) == [1]

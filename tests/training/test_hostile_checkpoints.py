@@ -35,18 +35,19 @@ from trillora.files.checkpoints import Checkpoints
 from trillora.files.storage import MARK, open_storage
 from trillora.model.layout import Leaf
 from trillora.recipe.load import load_recipe
-from trillora.recipe.resolve import ResolvedRecipe
 from trillora.runs.files import METRICS_FILE
+from trillora.step.build import Assembly
 from trillora.training.divergence import DivergenceMonitor
-from trillora.training.loop import Position
-from trillora.training.state_files import (
+from trillora.training.state.files import (
     FACTS_FILE,
     FILES,
     STATE_FILE,
     find_fault,
     from_files,
     read_facts,
+    read_kept,
 )
+from trillora.training.state.position import MemberPosition, Position
 from trillora.training.trainer import train
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -56,7 +57,14 @@ URL = "memory://hostile/run"
 # A checkpoint without a model: the state of one linear layer.
 
 
-def fake_assembly() -> Any:
+class FakeAssembly(Assembly):
+    """Of one adapter, without a model."""
+
+    def __init__(self, shapes: TrainState, layout: Any) -> None:
+        self.__dict__.update(state_shapes=shapes, model=SimpleNamespace(adapter_layout=layout))
+
+
+def fake_assembly() -> Assembly:
     sharding = SingleDeviceSharding(jax.devices()[0])
 
     def struct(shape: tuple[int, ...], dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
@@ -71,21 +79,22 @@ def fake_assembly() -> Any:
         typical=GradNormStats(struct(()), struct((), np.int32)),
     )
     layout = {name: Leaf((name,), False, shape, np.dtype(np.float32)) for name, shape in SHAPES.items()}
-    return SimpleNamespace(state_shapes=shapes, model=SimpleNamespace(adapter_layout=layout))
+    return FakeAssembly(shapes, layout)
 
 
 def files_of(step: int) -> dict[str, bytes]:
     draw = np.random.default_rng(step)
     arrays = {name: draw.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
     state: dict[str, np.ndarray] = {
-        f"optimizer/{part}/{name}": arrays[name] for part in ("mu", "nu") for name in SHAPES
+        f"train/{part}/{name}": arrays[name] for part in ("adapter", "optimizer/mu", "optimizer/nu") for name in SHAPES
     }
-    state |= {"step": np.int32(step), "key": np.array([0, 7], np.uint32)}
-    state |= {"typical/log_norm": np.float32(0.5), "typical/num_steps": np.int32(step)}
+    state |= {"train/step": np.int32(step), "train/key": np.array([0, 7], np.uint32)}
+    state |= {"train/typical/log_norm": np.float32(0.5), "train/typical/num_steps": np.int32(step)}
     health = DivergenceMonitor(math.log(400))
     for number in range(step):
         health.observe(number + 1, 5.0 - number, 1.0, False)
-    position = Position(health, 0, step, step, measured_at=step, best_loss=4.0, best_step=step)
+    member = MemberPosition("train", health, step, measured_at=step, best_loss=4.0, best_step=step)
+    position = Position([member], [0], step=step, global_step=step)
     settings = {"backend": "cpu", "num_devices": 1, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "dtype": "float32"}
     settings |= {"layers": "scan", "attention": "xla", "loss_chunk": 512, "remat": "none", "micro_batch_size": 4}
     settings |= {"quantize": "none", "matmul": "full", "kernels": "xla", "adapters_at_once": 1, "document_room": None}
@@ -138,25 +147,29 @@ def check_exact(files: dict[str, bytes], assembly: Any) -> bool:
     """Reads an accepted checkpoint as a resumed run does. False if it does not fit the run; else the state is exactly
     what the files say."""
     facts, written = read_facts(files), json.loads(files[FACTS_FILE])
-    assert facts == written
-    position = Position.from_dict(facts["position"])
-    assert position.to_dict() == facts["position"]
+    assert facts.model_dump(mode="json") == written
+    position = facts.position
+    assert position.to_dict() == written["position"]
     assert 0 <= position.step <= position.global_step == 2
-    resolved = ResolvedRecipe.from_dict(facts["resolved"])
-    assert resolved.to_dict()["evaluate_every"] == facts["resolved"]["evaluate_every"]
     try:
-        state = from_files(files, assembly, "here")
+        state, kept = from_files(files, assembly, position, "here"), read_kept(files, assembly, position, "here")
     except TrilloraError:
         return False
     stored, adapter = load(files[STATE_FILE]), load(files[WEIGHTS])
-    assert len(adapter) == len(SHAPES) and len(stored) == 2 * len(SHAPES) + 4
+    [member] = position.members
+    if not member.is_running:
+        assert not stored and member.name in kept
+        return True
+    assert len(adapter) == len(SHAPES) and len(stored) == 3 * len(SHAPES) + 4
     for name in SHAPES:
         peft = f"base_model.model.{name[:-2]}_{name[-1].upper()}.weight"
-        assert np.array_equal(state.adapter[name], adapter[peft])
+        assert (member.best_step is None) == (not kept)
+        assert not kept or np.array_equal(kept[member.name][name], adapter[peft])
+        assert np.array_equal(state.adapter[name], stored[f"{member.name}/adapter/{name}"])
         for part in ("mu", "nu"):
-            assert np.array_equal(state.optimizer[part][name], stored[f"optimizer/{part}/{name}"])
+            assert np.array_equal(state.optimizer[part][name], stored[f"{member.name}/optimizer/{part}/{name}"])
             assert np.isfinite(state.optimizer[part][name]).all()
-    assert int(state.step) == int(stored["step"])
+    assert int(state.step) == int(stored[f"{member.name}/step"])
     return True
 
 

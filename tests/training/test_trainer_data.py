@@ -22,7 +22,7 @@ from trillora.model.bridge import CausalLM
 from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
-from trillora.training.loop import NUM_AHEAD, placed_batches
+from trillora.training.entries.stepper import NUM_AHEAD, placed_batches
 from trillora.training.trainer import train
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]

@@ -93,7 +93,7 @@ def _errors_as_text(ctx: Any) -> Iterator[None]:
         if isinstance(error, USAGE_ERROR):
             command = error.ctx.command_path if error.ctx else "trillora"  # type: ignore[attr-defined]
             what = error.format_message()  # type: ignore[attr-defined]
-            shown = TrilloraError(what, where=command, do=f"see `{command} --help`")
+            shown = TrilloraError(what, where=command, do=f"{_example(error)}see `{command} --help`")
         elif isinstance(error, OSError) and error.errno == errno.EPIPE:
             raise  # the reader of the output is gone; typer exits silently
         else:
@@ -103,6 +103,17 @@ def _errors_as_text(ctx: Any) -> Iterator[None]:
             _print_error("".join(traceback.format_exception(error)).rstrip(), ctx)
         _print_error(f"{shown}{_for_the_report(ctx)}" if isinstance(shown, Bug) else str(shown), ctx)
         raise typer.Exit(shown.exit_code) from None
+
+
+def _example(error: Any) -> str:
+    """What to add for an option that is missing, with an example where the help has none."""
+    option = (getattr(getattr(error, "param", None), "opts", None) or [""])[0]
+    example = {"--out": "runs/first", "--on": "kaggle"}.get(option)
+    return (
+        f"add it, for example {option} {example}; "
+        if example and error.__class__.__name__.startswith("Missing")
+        else ""
+    )
 
 
 def _for_the_report(ctx: Any) -> str:

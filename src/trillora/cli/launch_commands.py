@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trillora.events import Listener
     from trillora.launch.bundle import Bundle
     from trillora.launch.notebooks.kaggle_client import KaggleClient
+    from trillora.launch.notebooks.targets import Target
     from trillora.preflight.result import PreflightResult
 
 EXPORTS = (*(kind for kind in KINDS if kind != "hub"), "none")
@@ -46,7 +47,9 @@ def colab(
     overrides: Overrides = None,
     *,
     out: OutFolder = None,
-    on: Annotated[str, typer.Option("--on", metavar="SLICE", help="colab (v5e-1) or colab-v6e (paid).")] = "colab",
+    on: Annotated[
+        str, typer.Option("--on", metavar="MACHINE", help="colab (TPU v5e-1), colab-v6e (TPU, paid) or t4 (GPU).")
+    ] = "colab",
     tiny: Tiny = False,
     force: Force = False,
     export: Export = "merged",
@@ -60,23 +63,25 @@ def colab(
     ] = False,
     as_json: JsonResult = False,
 ) -> None:
-    """Write a notebook that trains the recipe on a Colab TPU.
+    """Write a notebook that trains the recipe on Colab: on a TPU, or on a T4 with --on t4.
 
     Without --run nothing is started: the commands of Google's program are only printed.
     """
     _check_export(export)
     with progress_on_stderr() as listener:
-        from trillora.launch.notebooks.colab import ColabRun, require_program, target_of, write_colab
+        from trillora.launch.notebooks.colab import ColabRun, require_program, write_colab
+        from trillora.launch.notebooks.targets import find_target
 
-        target_of(on)
+        target = find_target("colab", on)
         if run:
-            require_program()
+            require_program(target)
         token = _token() if send_token else None
-        bundle, _ = _ready(recipe, overrides, on, tiny, force, listener)
+        bundle, _ = _ready(recipe, overrides, target, tiny, force, listener)
         folder = _folder(out, f"{bundle.name}-colab")
-        files = write_colab(bundle, folder, on, export=export, listener=listener)
+        files = write_colab(bundle, folder, target, export=export, listener=listener)
         result = ColabRun(files, listener, token=token, keep=keep).run() if run else None
-    commands = [] if run else [shlex.join(words) for _, words in files.steps(send_token=send_token, keep=keep)]
+    steps = [] if run or target.backend != "tpu" else files.steps(send_token=send_token, keep=keep)
+    commands = [shlex.join(words) for _, words in steps]
     if as_json:
         placed = str(files.bundle) if files.bundle else None
         print_json({"notebook": str(files.notebook), "bundle": placed, "commands": commands, "result": result})
@@ -88,7 +93,8 @@ def colab(
     if files.bundle is not None:
         print(f"Upload {files.bundle} to the folder `trillora` of your Google Drive.")
     print("Open it at https://colab.research.google.com (File > Upload notebook) and run all cells.")
-    print("Or with --run, through Google's program, without Drive:", *commands, sep="\n  ")
+    if commands:
+        print("Or with --run, through Google's program, without Drive:", *commands, sep="\n  ")
 
 
 @launch.command()
@@ -97,6 +103,9 @@ def kaggle(
     overrides: Overrides = None,
     *,
     out: OutFolder = None,
+    on: Annotated[
+        str, typer.Option("--on", metavar="MACHINE", help="kaggle (TPU v5e-8) or 2xt4 (two GPUs).")
+    ] = "kaggle",
     owner: Annotated[str | None, typer.Option("--owner", metavar="NAME", help="Your name on Kaggle.")] = None,
     sessions: Annotated[
         int | None,
@@ -115,7 +124,7 @@ def kaggle(
     pull: Annotated[bool, typer.Option("--pull", help="Download the output of the last session.")] = False,
     as_json: JsonResult = False,
 ) -> None:
-    """Write a kernel and a data set that train the recipe on Kaggle's TPU.
+    """Write a kernel and a data set that train the recipe on Kaggle: on its TPU, or on two T4 with --on 2xt4.
 
     Without --push nothing is uploaded. --push, --status and --pull use the folder that an earlier command wrote. If
     there is none, --push writes it first.
@@ -128,7 +137,9 @@ def kaggle(
         from trillora.launch.bundle import slug
         from trillora.launch.notebooks.kaggle import find_owner, open_kaggle, write_kaggle
         from trillora.launch.notebooks.kaggle_client import KaggleClient, require_program
+        from trillora.launch.notebooks.targets import find_target
 
+        target = find_target("kaggle", on)
         if push or status or pull:
             require_program()
         folder = _folder(out, f"{slug(recipe.stem)}-kaggle")
@@ -136,9 +147,10 @@ def kaggle(
             files = open_kaggle(folder)
         else:
             user = find_owner(owner)
-            bundle, checked = _ready(recipe, overrides, "kaggle", tiny, force, listener)
+            bundle, checked = _ready(recipe, overrides, target, tiny, force, listener)
             expected = checked.run.sessions if checked is not None and checked.run is not None else 1
-            files = write_kaggle(bundle, folder, user, sessions=sessions or expected, export=export, listener=listener)
+            options: dict[str, Any] = {"sessions": sessions or expected, "export": export, "listener": listener}
+            files = write_kaggle(bundle, folder, user, target, **options)
         if push or status or pull:
             _use_client(KaggleClient(files, listener), as_json, push=push, pull=pull)
             return
@@ -168,14 +180,20 @@ launch.command("tpu-vm")(tpu_vm_commands.tpu_vm)
 
 
 def _ready(
-    recipe: Path, overrides: Sequence[str] | None, slice_name: str, tiny: bool, force: bool, listener: Listener
+    recipe: Path, overrides: Sequence[str] | None, target: Target, tiny: bool, force: bool, listener: Listener
 ) -> tuple[Bundle, PreflightResult | None]:
-    """The bundle of a recipe that fits the slice."""
+    """The bundle of a recipe that fits the machine, and preflight's answer; None for a GPU, which it does not know."""
+    from trillora.events import Note
     from trillora.launch.bundle import make_bundle
     from trillora.launch.go import require_go
 
-    bundle = make_bundle(recipe, overrides or (), tiny=tiny, listener=listener)
-    return bundle, require_go(bundle.recipe, slice_name, force=force, listener=listener)
+    bundle = make_bundle(recipe, overrides or (), tiny=tiny, set_name=target.packages, listener=listener)
+    if target.slice_name is None:
+        listener(
+            Note(f"Preflight knows TPUs only: whether the recipe fits {target.chips} shows when the run compiles.")
+        )
+        return bundle, None
+    return bundle, require_go(bundle.recipe, target.slice_name, force=force, listener=listener)
 
 
 def _say(facts: dict[str, Any], as_json: bool, *lines: str) -> None:

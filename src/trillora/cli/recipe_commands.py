@@ -81,17 +81,12 @@ def train(
 
 def _options(recipe: Path, model: str | None) -> Path | dict[str, Any]:
     """The recipe, or the options that a data file and a model make one of."""
-    from trillora.recipe.from_data import is_data_file, options_from_data
+    from trillora.recipe.from_data import is_data_file
 
-    if is_data_file(recipe):
-        if model is None:
-            do = "add --model MODEL: smollm2 (embedded), a Hugging Face id or a folder"
-            raise TrilloraError(f"{recipe.name} is a data file, and no model is given.", where="--model", do=do)
-        return options_from_data(recipe, model)
-    if model is not None:
-        do = f"remove --model, or replace the recipe's model with model={model}"
-        raise TrilloraError("--model is for a data file; a recipe names its model.", where="--model", do=do)
-    return recipe
+    if model is None and is_data_file(recipe):
+        do = "add --model MODEL: smollm2 (embedded), a Hugging Face id or a folder"
+        raise TrilloraError(f"{recipe.name} is a data file, and no model is given.", where="--model", do=do)
+    return _recipe_of(recipe, model)
 
 
 def _write_recipe(recipe: Recipe, data: Path, run: Path) -> None:
@@ -181,9 +176,20 @@ def _slices(on: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 def inspect(
     context: typer.Context,
-    recipe: RecipeFile,
+    recipe: Annotated[
+        Path,
+        typer.Argument(metavar="RECIPE|FILE", help="YAML file that describes the run; or a data file to look at."),
+    ],
     overrides: Overrides = None,
     *,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="Model whose tokenizer is used for a data file (smollm2)."),
+    ] = None,
+    row: Annotated[
+        str | None,
+        typer.Option("--row", metavar="N|FILE:LINE", help="Show only this row: its number, or its place in a file."),
+    ] = None,
     tiny: Tiny = False,
     as_json: JsonResult = False,
     html: Annotated[
@@ -191,13 +197,13 @@ def inspect(
     ] = None,
     stage: Annotated[str | None, typer.Option("--stage", metavar="NAME", help="Inspect only this stage.")] = None,
 ) -> None:
-    """Show the data of a recipe: rows, tokens, lengths.
+    """Show the data of a recipe: rows, tokens, lengths. A data file needs no recipe.
 
     Exit code 2: a run would refuse this data.
     """
     from trillora.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe, overrides or (), tiny=tiny)
+    loaded = load_recipe(_recipe_of(recipe, model), overrides or (), tiny=tiny)
     with progress_on_stderr(as_json=as_json) as listener:
         from trillora.early.training import check_files_of
         from trillora.recipe.schema import stages_of
@@ -210,28 +216,40 @@ def inspect(
             names = " ".join(s.name for s in stages_of(loaded))
             raise TrilloraError(f"There is no stage '{stage}'.", where="--stage", do=f"use one of: {names}")
         own = context.obj == OWN_PROCESS
-        reports = {s.name: summarise(s.recipe, only_progress(listener), hide_torch=own) for s in stages}
+        reports = {s.name: summarise(s.recipe, only_progress(listener), row=row, hide_torch=own) for s in stages}
     for name, report in reports.items():
         if as_json:
             print_json(report.to_dict())
         else:
             from trillora.report.console import SafeConsole
-            from trillora.report.data.screen import show
+            from trillora.report.data.screen import show, show_examples
 
             if len(reports) > 1:
                 print(f"Stage {name}")
-            show(report, SafeConsole())
+            (show if row is None else show_examples)(report, SafeConsole())
         if html is not None:
             from trillora.report.data.page import write_page
 
             file = html if len(reports) == 1 else html.with_stem(f"{html.stem}-{name}")
             write_page(report, file)
             print(f"Page written to {file}", file=sys.stderr)
-    for report in reports.values():
+    for report in reports.values() if row is None else ():
         if (refusal := report.verdict.refusal()) is not None:
             if as_json:
                 raise refusal
             raise typer.Exit(EXIT_MISTAKE)  # the report has shown the error
+
+
+def _recipe_of(file: Path, model: str | None) -> Path | dict[str, Any]:
+    """The recipe, or for a data file one that has all rows of it."""
+    from trillora.recipe.from_data import is_data_file, options_from_data
+
+    if is_data_file(file):
+        return options_from_data(file) if model is None else options_from_data(file, model)
+    if model is not None:
+        do = f"remove --model, or replace the recipe's model with model={model}"
+        raise TrilloraError("--model is for a data file; a recipe names its model.", where="--model", do=do)
+    return file
 
 
 def schema() -> None:

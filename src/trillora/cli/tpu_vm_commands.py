@@ -166,6 +166,8 @@ def _show_plan(plan: LaunchPlan, step: str | None, will_run: bool, as_json: bool
     for line in warnings:
         print(f"Warning: {line}.")
     if not will_run:
+        if refusal := plan.refusal():
+            print(f"With --run this would be refused. {refusal.what[:-1]}: {refusal.where}. Do: {refusal.do}.")
         print("Nothing was created. Add --run to execute these commands.")
 
 

@@ -50,6 +50,8 @@ def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, 
         listener(Note(f"Data {file['name']}: {file['format']}, {file['num_rows']:,} rows"))
     if not dataset.is_new:
         listener(Note("Data already tokenized: read from the cache"))
+    for note in dataset.notes:
+        listener(Note(f"Data {note}"))
     for remark, count in dataset.remarks.items():
         listener(Note(f"Data {count:,} rows: {remark}"))
     if dataset.num_problems:

@@ -31,7 +31,7 @@ import filelock
 import numpy as np
 
 from trillora.data.documents import PARTS, Documents, Lost, all_documents, fit, part_of, repeated
-from trillora.data.reading.files import Content, DataFile, FileKind, expand
+from trillora.data.reading.files import Content, DataFile, FileKind, expand, left_out
 from trillora.data.reading.hub_files import DataSetPart, hub_files
 from trillora.data.reading.parquet import ParquetDecoder
 from trillora.data.reading.readers import RowChoice, read_rows
@@ -45,7 +45,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.files.digests import json_digest, text_digest
 
-FORMAT = 4  # of a store: increase it when the same data would be read, tokenized or stored differently
+FORMAT = 6  # of a store: increase it when the same data would be read, tokenized or stored differently
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to detect a file's format
@@ -132,6 +132,7 @@ class Dataset:
     store: Store
     options: DataOptions
     pad_id: int = 0
+    left_out: tuple[str, ...] = ()  # what to say about files that were found but cannot be read
     is_new: bool = True  # False: found in the cache
 
     @property
@@ -153,6 +154,12 @@ class Dataset:
     @property
     def num_problems(self) -> int:
         return int(self.store.facts["num_problems"])
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about the files."""
+        found = self.store.facts["notes"]
+        return [*self.left_out, *(f"{self.store.files[file]}: {text}" for file, text in found)]
 
     @property
     def remarks(self) -> dict[str, int]:
@@ -211,7 +218,8 @@ def prepare(
             store = open_store(folder, names)
     if store is None:
         raise TrilloraError("The new tokenized rows cannot be read back.", where=str(folder), do="check the disk")
-    dataset = Dataset(store, options, encoder.pad_id, is_new)
+    unused = (left_out(source.path) for source in options.sources if source.config is None and source.split is None)
+    dataset = Dataset(store, options, encoder.pad_id, tuple(note for note in unused if note), is_new)
     if dataset.num_problems and options.on_bad_row == "refuse":
         first = dataset.problems[0]
         raise refused(first.what, first.where, first.do)
@@ -248,6 +256,8 @@ class _StoreBuilder:
     on_bad_row: str  # refuse: stop, and store nothing
     listener: Listener
     names: dict[tuple[int, str], int] = field(default_factory=dict)  # file and member -> index in the store
+    shapes: dict[str, int] = field(default_factory=lambda: {"": 0})  # of conversations -> index in the store
+    notes: list[tuple[int, str]] = field(default_factory=list)  # the file's index, and what to say about it
     problems: list[tuple[Any, ...]] = field(default_factory=list)  # the file's index, then the fields of a Fault
     num_past_limit: int = 0
     remarks: Counter[str] = field(default_factory=Counter)  # rows that each is true of
@@ -272,6 +282,8 @@ class _StoreBuilder:
                     "files": [self._file_facts(number, file) for number, file in enumerate(self.inputs.files)],
                     "formats": dict(found),
                     "names": list(self.names),
+                    "shapes": list(self.shapes),
+                    "notes": self.notes[:KEPT_PROBLEMS],
                     "problems": self.problems,
                     "num_problems": self.reasons.total(),
                     "reasons": dict(self.reasons.most_common(50)),
@@ -296,7 +308,11 @@ class _StoreBuilder:
     def _rows(self, number: int) -> Iterator[RawRow]:
         file, content = self.use.files[number], self.use.contents[number]
         wanted = RowChoice(self.inputs.row_path, _columns_read(self.inputs.rendering))
-        for row in read_rows(file, content, self.use.parquet, wanted, consumed=self._consumed):
+
+        def say(text: str) -> None:
+            self.notes.append((number, text))
+
+        for row in read_rows(file, content, self.use.parquet, wanted, consumed=self._consumed, say=say):
             if isinstance(row, Fault):
                 self._problem(number, row)
             else:
@@ -319,6 +335,8 @@ class _StoreBuilder:
     def _encode(self, batch: Batch, outcomes: Sequence[Outcome]) -> tuple[list[TokenizedDocument], np.ndarray]:
         """The documents of a batch and their records; bad rows are counted."""
         source = self.inputs.files[batch.file].source
+        if len(outcomes) > 1 and all(isinstance(outcome, BadRow) for outcome in outcomes) and not self.num_rows:
+            self._refuse_all(batch, outcomes)
         documents, facts = [], []
         for row, rendered, whole in zip(batch.rows, outcomes, self.use.encoder.encode(outcomes), strict=True):
             document = self._truncated(row, batch.format, rendered, whole)
@@ -333,10 +351,21 @@ class _StoreBuilder:
             name = self.names.setdefault((batch.file, row.member), len(self.names))
             kind, was_cut = KINDS.index(rendered.kind), document is not whole
             at = (row.line, row.nth)
-            facts.append((0, rendered.digest, *at, 0, 0, rendered.weight, name, source, kind, was_cut))
+            shape = self.shapes.setdefault(rendered.shape, len(self.shapes))
+            about = (kind, was_cut, shape, rendered.turns)
+            facts.append((0, rendered.digest, *at, 0, 0, rendered.weight, name, source, *about))
             documents.append(document)
         self.num_rows[batch.file][batch.format] += len(documents)
         return documents, np.array(facts, ROW)
+
+    def _refuse_all(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
+        """No row so far is good. Skipping them is no advice then."""
+        first = outcomes[0]
+        if self.on_bad_row == "refuse" and isinstance(first, BadRow) and first.what != NO_CHAT_TEMPLATE:
+            row = batch.rows[0]
+            where = place(self.use.files[batch.file].name, row.member, row.line, row.nth)
+            what = f"{first.what} None of the first {len(outcomes)} rows can be used."
+            raise TrilloraError(what, where=where, do=first.do)
 
     def _truncated(self, row: RawRow, format: str, rendered: Outcome, document: EncodedRow) -> EncodedRow:
         """The document with a shorter prompt; unchanged if it fits, or if the answer alone is too long."""

@@ -44,6 +44,14 @@ class BadRow(Exception):
         self.past_limit = past_limit  # it used up the time or memory limit of a row
 
 
+class BadTemplate(BadRow):
+    """A template that does not compile, so that no row can be rendered. `where`: its option."""
+
+    def __init__(self, what: str, where: str, do: str) -> None:
+        super().__init__(what, do)
+        self.where = where
+
+
 @dataclass(frozen=True)
 class Chat:
     """A validated conversation."""

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from trillora.data.batches import Batches
-from trillora.data.documents import PARTS, Documents, part_of
+from trillora.data.documents import PARTS, Documents, all_documents, part_of
 from trillora.data.excerpt import ExcerptPiece, pieces_of
 from trillora.data.lengths import Lengths, LostFacts, length_facts, lost_facts
 from trillora.data.open import chat_template, open_dataset, with_template_date
 from trillora.data.prepare import DataProblem, Dataset
-from trillora.data.rows import refused
+from trillora.data.rows import place, refused
 from trillora.data.stage import batches_of
 from trillora.data.tokenizing.encode import Tokenizer
-from trillora.data.tokenizing.store import KINDS
+from trillora.data.tokenizing.store import KINDS, Store
 from trillora.errors import TrilloraError
 from trillora.events import Listener, ignore_events
 from trillora.files.digests import text_digest
@@ -35,6 +35,7 @@ from trillora.safe_text import visible
 from trillora.secrets import without_secrets
 
 NUM_BAD_SHOWN = 5
+NUM_EXAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Reason:
 class ExampleFacts:
     place: str
     kind: str
+    shape: str  # of a conversation: "several rounds, system"
+    turns: int
     tokens: int
     trained_tokens: int
     pieces: tuple[ExcerptPiece, ...]  # their texts join to the decoded row
@@ -108,11 +111,13 @@ class DataReport:
     duplicate_rows: int  # copies beyond the first
     shortened_rows: int
     kinds: dict[str, int]
+    shapes: dict[str, int]  # of conversations, with the number of rows
     formats: dict[str, int]
     files: tuple[FileSummary, ...]
     sources: tuple[SourceFacts, ...]
     reasons: tuple[Reason, ...]
     first_bad_rows: tuple[DataProblem, ...]
+    notes: tuple[str, ...]  # about files
     remarks: dict[str, int]  # what of the rows is not trained on, with the number of rows
     splits: dict[str, int]
     trained_tokens: int = 0
@@ -128,16 +133,19 @@ class DataReport:
     lengths: Lengths | None
     lost: LostFacts | None
     chat_template: ChatTemplateFacts | None
-    example: ExampleFacts | None
+    examples: tuple[ExampleFacts, ...]  # the first row, and the first of other shapes; or the row asked for
     verdict: DataVerdict
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-def inspect(recipe: StageRecipe, listener: Listener = ignore_events, *, hide_torch: bool = False) -> DataReport:
+def inspect(
+    recipe: StageRecipe, listener: Listener = ignore_events, *, row: str | None = None, hide_torch: bool = False
+) -> DataReport:
     """Reads, renders and tokenizes the recipe's data, and counts what training would do with it.
 
+    `row` is the row to show as an example: its number, or `file:line`.
     `hide_torch` saves the import of torch, which takes longer than everything else on small data. It is only for a
     process that loads no model afterwards.
     """
@@ -173,7 +181,7 @@ def inspect(recipe: StageRecipe, listener: Listener = ignore_events, *, hide_tor
         lengths=length_facts(documents, recipe.train.sequence_length) if len(documents) else None,
         lost=lost_facts(documents, lost, too_long is not None) if len(documents) else None,
         chat_template=_template_facts(recipe, dataset, tokenizer),
-        example=_example(dataset, fitted if len(fitted) else documents, tokenizer),
+        examples=_examples(dataset, fitted if len(fitted) else documents, tokenizer, row),
         verdict=DataVerdict(False, refusal.what, refusal.where, refusal.do) if refusal else accepted,
     )
 
@@ -194,6 +202,8 @@ def _bad_row(recipe: StageRecipe, dataset: Dataset) -> TrilloraError | None:
     first = dataset.problems[0]
     others = dataset.num_problems - 1
     more = f" ({others:,} more {'row is' if others == 1 else 'rows are'} bad)" if others else ""
+    if not len(dataset.store.rows):
+        return TrilloraError(f"{first.what}{more}", where=first.where, do=first.do)
     return refused(f"{first.what}{more}", first.where, first.do)
 
 
@@ -218,6 +228,7 @@ def _row_facts(dataset: Dataset) -> dict[str, Any]:
         "duplicate_rows": len(rows) - len(np.unique(rows["digest"])),
         "shortened_rows": int(np.count_nonzero(rows["cut"])),
         "kinds": {kind: count for kind, count in zip(KINDS, kinds, strict=True) if count},
+        "shapes": _shapes(dataset.store),
         "formats": dict(facts["formats"]),
         "files": tuple(
             FileSummary(f["name"], f["format"], f["num_rows"], f["size"], f["sha256"]) for f in dataset.files
@@ -228,6 +239,7 @@ def _row_facts(dataset: Dataset) -> dict[str, Any]:
         ),
         "reasons": tuple(Reason(what, count) for what, count in facts["reasons"].items()),
         "first_bad_rows": tuple(dataset.problems[:NUM_BAD_SHOWN]),
+        "notes": tuple(dataset.notes),
         "remarks": dataset.remarks,
         "splits": dict(zip(PARTS, parts, strict=True)),
     }
@@ -257,16 +269,73 @@ def _template_facts(recipe: StageRecipe, dataset: Dataset, tokenizer: Tokenizer)
     return ChatTemplateFacts(recipe.data.chat_template or "tokenizer", text_digest(text))
 
 
-def _example(dataset: Dataset, documents: Documents, tokenizer: Tokenizer) -> ExampleFacts | None:
-    """The first document, as it is trained."""
+def _shapes(store: Store) -> dict[str, int]:
+    counts = np.bincount(store.rows["shape"], minlength=len(store.facts["shapes"])).tolist()
+    return {shape: n for shape, n in zip(store.facts["shapes"], counts, strict=True) if n and shape}
+
+
+def _examples(
+    dataset: Dataset, documents: Documents, tokenizer: Tokenizer, row: str | None
+) -> tuple[ExampleFacts, ...]:
+    """The documents to show, as they are trained."""
+    store = dataset.store
+    if row is not None:
+        documents, chosen = all_documents(store).take(np.array([find_row(dataset, row)])), [0]
+    else:
+        chosen = _different(store, documents)
+    found = []
+    for number in chosen:
+        document, at = documents[number], int(documents.rows_N[number])
+        trained = [False, *document.supervised[1:].tolist()]  # nothing predicts the first token
+        found.append(
+            ExampleFacts(
+                place=store.place(at),
+                kind=KINDS[store.rows["kind"][at]],
+                shape=store.shape(at),
+                turns=int(store.rows["turns"][at]),
+                tokens=len(document),
+                trained_tokens=document.num_supervised,
+                pieces=pieces_of(tokenizer, document.tokens.tolist(), trained),
+            )
+        )
+    return tuple(found)
+
+
+def _different(store: Store, documents: Documents) -> list[int]:
+    """The first document, and the first of each other kind and shape, the most frequent first."""
     if not len(documents):
-        return None
-    document, row = documents[0], int(documents.rows_N[0])
-    trained = [False, *document.supervised[1:].tolist()]  # nothing predicts the first token
-    return ExampleFacts(
-        place=dataset.store.place(row),
-        kind=KINDS[dataset.store.rows["kind"][row]],
-        tokens=len(document),
-        trained_tokens=document.num_supervised,
-        pieces=pieces_of(tokenizer, document.tokens.tolist(), trained),
-    )
+        return []
+    rows = store.rows[documents.rows_N]
+    groups_N = rows["kind"].astype(np.int64) * 128 + rows["shape"]
+    groups, firsts, counts = np.unique(groups_N, return_index=True, return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    others = [int(firsts[i]) for i in order if groups[i] != groups_N[0]]
+    return [0, *others[: NUM_EXAMPLES - 1]]
+
+
+def find_row(dataset: Dataset, wanted: str) -> int:
+    """The index of a row in the store: by its number among all good rows, or by its place."""
+    store, do = dataset.store, "give the number of a row, or file:line as messages show it"
+    file, colon, line = wanted.rpartition(":")
+    if not line.isdecimal() or not int(line):
+        raise TrilloraError(f"'{wanted}' is not a row.", where="--row", do=do)
+    if not colon:
+        if int(line) > len(store.rows):
+            raise TrilloraError(f"There are only {len(store.rows):,} rows.", where="--row", do=do)
+        return int(line) - 1
+    for problem in dataset.problems:
+        if problem.where.endswith(f":{line}") and _is_file(problem.where.rpartition(":")[0], file):
+            raise TrilloraError(problem.what, where=problem.where, do=problem.do)
+    names = [place(store.files[number], member) for number, member in store.facts["names"]]
+    ours = [number for number, name in enumerate(names) if _is_file(name, file)]
+    if not ours:
+        raise TrilloraError(f"No row is from a file '{file}'.", where="--row", do=f"files: {' '.join(names[:20])}")
+    there = np.flatnonzero(np.isin(store.rows["name"], ours) & (store.rows["line"] <= int(line)))
+    if not len(there):
+        raise TrilloraError(f"No row of {file} begins on line {line} or before.", where="--row", do=do)
+    return int(there[np.argmax(store.rows["line"][there])])  # the first that begins on that line, or around it
+
+
+def _is_file(name: str, wanted: str) -> bool:
+    """Whether the name of a file, or of a member of an archive, ends with this path."""
+    return name == wanted or name.endswith((f"/{wanted}", f"!{wanted}"))

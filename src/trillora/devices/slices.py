@@ -10,6 +10,7 @@ Slices have Cloud's names, which count chips or cores. JAX sees devices:
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,6 +142,13 @@ NOTEBOOK_SLICES: dict[str, Slice] = {
 ALIASES = (("v5litepod-", "v5e-"), ("tpu7x-", "7x-"), ("v7x-", "7x-"), ("tpuv5e8", "kaggle"))
 
 
+# Names of GPUs: T4, P100, 2xT4, A100-80GB, H200, RTX 4090, L40S, MI300X.
+_GPU = re.compile(
+    r"gpu|cuda|nvidia|geforce|[rg]tx|tesla|"
+    r"(?:^|[^a-z]|x)(?:[tpl]4|g?[bhalvtp][0-9]{2,3}s?|mi[0-9]{3}x?)(?:$|x[0-9]|[^a-z0-9])"
+)
+
+
 def find_slice(name: str) -> Slice:
     """Finds a slice by Cloud's name, or by `colab`, `colab-v6e` or `kaggle`, in upper or lower case."""
     key = name.strip().lower()
@@ -148,6 +156,10 @@ def find_slice(name: str) -> Slice:
         if key.startswith(alias):
             key = ours + key.removeprefix(alias)
     known = SLICES | NOTEBOOK_SLICES
+    if key not in known and _GPU.search(key):
+        what = f"Preflight asks the TPU compiler about TPU slices; {name!r} is a GPU."
+        do = "train a few steps on the GPU itself, which shows memory and speed: trillora train RECIPE --out RUN"
+        raise TrilloraError(what, where="--on", do=f"{do} train.steps=5; see docs/gpu.md")
     if key not in known:
         guess = nearest(key, known)
         hint = f"did you mean {guess}? " if guess else ""

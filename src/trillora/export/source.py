@@ -3,7 +3,7 @@
     source = open_source("runs/first", listener=listener)
     source.base_id              "HuggingFaceTB/SmolLM2-135M-Instruct", as adapter_config.json names it
     source.matrices             {"model.layers.0.mlp.up_proj.lora_a": …}
-    source.notes                ("The run is not finished: its last checkpoint is used, step 120 of 400.",)
+    source.notes                ("The run is not finished: its adapter at the last checkpoint is used, step 12 of 40.",)
 
 Weights of the base are read later.
 """

@@ -60,7 +60,7 @@ def parse_json(data: bytes, expected: type[T], *, where: str, do: str, allow_inf
         adapter: TypeAdapter[T] = _adapter(expected)  # type: ignore[arg-type]
         return adapter.validate_python(value)
     except ValidationError as error:
-        raise TrilloraError(f"This file is not as expected: {_first_problem(error)}.", where=where, do=do) from error
+        raise TrilloraError(f"This file is not as expected: {first_problem(error)}.", where=where, do=do) from error
 
 
 def read_data(file: Path, *, do: str, max_bytes: int = MAX_BYTES) -> bytes:
@@ -109,7 +109,8 @@ def _adapter(expected: Any) -> TypeAdapter[Any]:
     return TypeAdapter(expected)
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """The place and the message of the first problem, for an error message."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"])) or "its content"
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should be", "must be")

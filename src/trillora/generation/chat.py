@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from trillora.engine.sampling import Sampling
 from trillora.errors import TrilloraError, as_error, nearest
+from trillora.events import Event, Listener, Progress
 from trillora.files.atomic import write_file
 from trillora.files.user_path import user_path
 from trillora.generation.columns import column_width, side_by_side
@@ -54,7 +55,8 @@ def converse(
             do="use trillora generate, or the chat (“instruct”) version of the model",
         )
     chat = _Chat(generator, say, width, max_tokens, sampling)
-    say(GREETING + "\n")
+    say(f"{GREETING}\n{_how(sampling)}\n")
+    generator.listener = _compilations(say)
     try:
         while chat.is_open:
             try:
@@ -64,6 +66,23 @@ def converse(
     except (EOFError, KeyboardInterrupt):
         say("\n")
     say("Bye.\n")
+
+
+def _how(sampling: Sampling) -> str:
+    if not sampling.temperature:
+        return "Temperature 0: the most likely token is taken each time, so answers are always the same."
+    shown = f"Temperature {float(sampling.temperature):g}"
+    return f"{shown}: answers are sampled and differ. --temperature 0 takes the most likely."
+
+
+def _compilations(say: Callable[[str], None]) -> Listener:
+    """Says why nothing is written for a while: longer conversations need programs of their own."""
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Progress) and not event.done and "prompts" in event.label:
+            say(f"({event.label}, once …)\n")
+
+    return listen
 
 
 @dataclass

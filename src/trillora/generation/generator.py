@@ -35,7 +35,7 @@ from trillora.devices.mesh import (
 from trillora.engine.quantize import Matmul, stored_format
 from trillora.engine.sampling import GREEDY, DecodeState, Sampling, begin, write_on
 from trillora.errors import TrilloraError
-from trillora.events import Listener, Note, ignore_events
+from trillora.events import Listener, Note, Progress, ignore_events
 from trillora.files.cache_dir import cache_root
 from trillora.files.user_path import user_path
 from trillora.generation.prompts import Prompt, Prompts, configured_stops
@@ -119,6 +119,7 @@ class Generator:
         longest: int | None = None,
         batch_size: int = 8,
         is_tight: bool = False,
+        listener: Listener = ignore_events,
     ) -> None:
         self.prompts, self.base_prompts, self.batch_size = prompts, base_prompts or prompts, batch_size
         self._decoder, self._mesh = Decoder(model), mesh
@@ -126,7 +127,7 @@ class Generator:
         positions = getattr(model.module.config.get_text_config(), "max_position_embeddings", None)
         limits = [limit for limit in (positions, longest) if limit is not None]
         self.longest = min(limits) if limits else None
-        self.is_tight = is_tight
+        self.is_tight, self.listener = is_tight, listener  # the listener may be replaced at any time
         self._readers: dict[Bucket, tuple[Any, Any]] = {}
         self._writers: dict[tuple[int, int], Any] = {}
 
@@ -147,7 +148,7 @@ class Generator:
     ) -> Generator:
         """Opens a run's folder, a model's folder, a hub id or `smollm2`. `overrides` replace options of the run's
         recipe; only they can allow a model's Python code to run. `adapter` is used instead of the run's own: the name
-        of one of several, or a folder. `quantize`: format of the base; None: that of the run. `opened`: the model, if
+        of one of several, or a folder. `quantize`: format of the base; None: the run's format. `opened`: the model, if
         it is already open."""
         folder = user_path(name, where="the run or model")
         run = SavedRun.open(folder, overrides) if is_run(folder) else None
@@ -194,6 +195,7 @@ class Generator:
             longest=longest,
             batch_size=batch_size,
             is_tight=is_tight,
+            listener=listener,
         )
 
     @property
@@ -407,7 +409,8 @@ class Generator:
             return begin(logits, moved(cache, shift), end, starts + shift, rows, rule, stops)
 
         program = jax.jit(read, out_shardings=self._places).lower(self.base, adapter, *inputs, rule, stops)
-        self._readers[bucket] = compile_program(program), self._state_shapes(program.out_info)
+        compiled = self._compiled(program, f"prompts of up to {bucket.num_prompt:,} tokens")
+        self._readers[bucket] = compiled, self._state_shapes(program.out_info)
         return self._readers[bucket]
 
     def _writer(
@@ -431,8 +434,14 @@ class Generator:
         limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
         program = jax.jit(write, donate_argnums=2, out_shardings=(self._places, batch_sharding(self._mesh)))
         lowered = program.lower(self.base, adapter, state, limit, rule, stops)
-        self._writers[num_rows, num_slots] = compile_program(lowered)
+        self._writers[num_rows, num_slots] = self._compiled(lowered, f"texts of up to {num_slots:,} tokens")
         return self._writers[num_rows, num_slots]
+
+    def _compiled(self, program: Any, what_for: str) -> Any:
+        self.listener(Progress(f"Compiling for {what_for}", 0, 1))
+        compiled = compile_program(program)
+        self.listener(Progress(f"Compiling for {what_for}", 1, 1))
+        return compiled
 
     @cached_property
     def _join(self) -> Any:

@@ -35,9 +35,8 @@ from trillora.events import Listener, Note, Progress, ignore_events
 from trillora.files.atomic import make_folder, new_folder, sync_folder
 from trillora.files.cache_dir import cache_root, writing_cache
 from trillora.files.hub import hub_cache
-from trillora.launch.install import REQUIREMENTS
+from trillora.launch.install import REQUIREMENTS, requirements
 from trillora.launch.wheel import build_wheel, wheel_content
-from trillora.locks.sets import read_lock
 from trillora.recipe import run_file, yaml
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.load import load_recipe
@@ -49,7 +48,6 @@ from trillora.secrets import mask_values, secrets_of_environment
 
 RECIPE = "recipe.yaml"
 MAX_SLUG = 40
-PLACES_SET = "tpu"  # Colab, Kaggle and Cloud TPUs install the same packages
 _BLOCK = 1 << 20
 
 
@@ -70,6 +68,7 @@ class Bundle:
     recipe_text: str  # YAML whose local paths point into the bundle
     files: tuple[BundledFile, ...]
     wheel: Path
+    set_name: str = "tpu"  # of the packages: Colab's, Kaggle's and Cloud TPUs install the same ones
 
     @property
     def num_bytes(self) -> int:
@@ -79,12 +78,13 @@ class Bundle:
     @property
     def requirements(self) -> str:
         """What `launch.install` installs: a set that was tested, what the recipe needs in addition, and the wheel."""
-        more: list[str] = [*self.recipe.track.services]
-        if self.recipe.model.name == EMBEDDED:
-            more.append(EMBEDDED)
-        digest = hashlib.sha256(self.wheel.read_bytes()).hexdigest()
-        locks = _joined([read_lock(name) for name in (PLACES_SET, *more)])
-        return f"{locks}./{self.wheel.name} --hash=sha256:{digest}\n"
+        return requirements(self.packages, self.wheel)
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The set, and what the recipe needs in addition."""
+        embedded = (EMBEDDED,) if self.recipe.model.name == EMBEDDED else ()
+        return (self.set_name, *self.recipe.track.services, *embedded)
 
     def write_folder(self, folder: Path, listener: Listener = ignore_events) -> None:
         """Writes all files into a new folder, completely or not at all."""
@@ -93,22 +93,23 @@ class Bundle:
             raise TrilloraError("This folder is not empty.", where=str(folder), do=do)
         with new_folder(folder) as making:
             progress = _Bytes(self.num_bytes, listener)
-            for name, content in self._contents():
+            for name, content in self.contents():
                 make_folder((making / name).parent)
                 with open(making / name, "wb") as target, _opened(content) as source:
                     progress.copy(source, target)
 
-    def write_tar(self, path: Path, listener: Listener = ignore_events) -> None:
-        """Writes all files into a tar file, compressed if its name ends with .gz. Equal bundles make equal files."""
+    def write_tar(self, path: Path, listener: Listener = ignore_events, *, has_wheel: bool = True) -> None:
+        """Writes all files into a tar file, compressed if its name ends with .gz. Equal bundles make equal files.
+        Without the wheel, the machine downloads it."""
         make_folder(path.parent)
         making = path.with_name(f".{path.name}.making-{os.getpid()}")
         try:
             with open(making, "wb") as file:
                 if path.suffix == ".gz":
                     with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
-                        self._pack(packed, listener)  # type: ignore[arg-type]  # a BinaryIO in all but name
+                        self._pack(packed, listener, has_wheel)  # type: ignore[arg-type]  # a BinaryIO in all but name
                 else:
-                    self._pack(file, listener)
+                    self._pack(file, listener, has_wheel)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(making, path)
@@ -117,26 +118,34 @@ class Bundle:
             raise
         sync_folder(path.parent)
 
-    def _pack(self, file: BinaryIO, listener: Listener) -> None:
+    def _pack(self, file: BinaryIO, listener: Listener, has_wheel: bool) -> None:
         progress = _Bytes(self.num_bytes, listener)
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            for name, content in self._contents():
+            for name, content in self.contents(has_wheel=has_wheel):
                 entry = tarfile.TarInfo(name)  # owner and time stay zero
                 entry.size = content.stat().st_size if isinstance(content, Path) else len(content)
                 with _opened(content) as source:
                     archive.addfile(entry, progress.counted(source))
 
-    def _contents(self) -> Iterator[tuple[str, Path | bytes]]:
+    def contents(self, *, has_wheel: bool = True) -> Iterator[tuple[str, Path | bytes]]:
+        """The name of every file, and the file or its bytes."""
         yield RECIPE, self.recipe_text.encode()
         yield REQUIREMENTS, self.requirements.encode()
-        yield self.wheel.name, self.wheel
+        if has_wheel:
+            yield self.wheel.name, self.wheel
         yield from ((file.name, file.source) for file in self.files)
 
 
 def make_bundle(
-    recipe_path: Path, overrides: Sequence[str] = (), *, tiny: bool = False, listener: Listener = ignore_events
+    recipe_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    tiny: bool = False,
+    set_name: str = "tpu",
+    listener: Listener = ignore_events,
 ) -> Bundle:
-    """Reads a recipe and finds its files. Raises an error if one is missing, or if the recipe has a secret."""
+    """Reads a recipe and finds its files. Raises an error if one is missing, or if the recipe has a secret. `set_name`
+    is the set of packages for the machine."""
     recipe = load_recipe(recipe_path, overrides, tiny=True) if tiny else load_recipe(recipe_path, overrides)
     refuse_secrets(recipe, str(recipe_path))
     check_inputs(recipe)
@@ -144,12 +153,14 @@ def make_bundle(
         listener(Note("train.checkpoint_dir is a folder of this machine: it is left out."))
     files = _Files()
     moved = _moved(recipe, files)
+    title = visible_line(recipe_path.name) + (", with the overrides of the launch" if overrides else "")
     return Bundle(
         name=slug(recipe_path.stem),
         recipe=recipe,
-        recipe_text=_as_yaml(moved, f"{visible_line(recipe_path.name)}, with the overrides of the launch"),
+        recipe_text=_as_yaml(moved, title),
         files=tuple(files.files),
         wheel=_cached_wheel(),
+        set_name=set_name,
     )
 
 
@@ -303,12 +314,6 @@ def _is_download(file: Path, root: Path) -> bool:
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
-
-
-def _joined(locks: Sequence[str]) -> str:
-    """One requirements file. Sets and what is added to them may name a package twice, in the same version."""
-    found = {entry.split("==")[0]: entry for lock in locks for entry in re.split(r"\n(?=\w)", lock.strip())[1:]}
-    return "".join(f"{entry}\n" for entry in found.values())
 
 
 def _as_yaml(recipe: Recipe, title: str) -> str:

@@ -1,6 +1,6 @@
 """Installs a bundle into the environment of the running Python: exactly the packages of its set.
 
-    PYTHONPATH=job/trillora-0.2.0-py3-none-any.whl venv/bin/python -P -m trillora.launch.install job
+    PYTHONPATH=job/trillora-0.2.0-py3-none-any.whl venv/bin/python -P -m trillora.launch.install job tpu
 
 reads `job/requirements.txt`, lets uv install it with its hashes, and compares what is there with the file. Nothing is
 resolved to "newest". Imported from the wheel before anything is installed: standard library only.
@@ -8,6 +8,7 @@ resolved to "newest". Imported from the wheel before anything is installed: stan
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import platform
@@ -16,10 +17,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trillora.locks.sets import PYTHONS, TORCH_INDEX, installed_versions, locked_versions
+from trillora.locks.sets import PYTHONS, TORCH_INDEX, installed_versions, locked_versions, read_lock
 
 REQUIREMENTS = "requirements.txt"
 TOKEN_FILE = "hf-token"  # noqa: S105, the name of a file
@@ -31,6 +32,18 @@ LAST_LINES = 8  # of uv's answer, in an error
 
 class InstallError(Exception):
     """The set could not be installed; the message says what to do."""
+
+
+def requirements(names: Sequence[str], wheel: Path) -> str:
+    """The text of requirements.txt: a set, what is added to it (smollm2, wandb, trackio), and the wheel next to it."""
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return f"{_joined([read_lock(name) for name in names])}./{wheel.name} --hash=sha256:{digest}\n"
+
+
+def _joined(locks: Sequence[str]) -> str:
+    """One requirements file. Sets and what is added to them may name a package twice, in the same version."""
+    found = {entry.split("==")[0]: entry for lock in locks for entry in re.split(r"\n(?=\w)", lock.strip())[1:]}
+    return "".join(f"{entry}\n" for entry in found.values())
 
 
 def install(folder: Path, set_name: str = "tpu", *, torch_index: str = TORCH_INDEX) -> dict[str, str]:
@@ -63,7 +76,7 @@ def check_machine(set_name: str) -> None:
     if (system, machine) not in (("Linux", "x86_64"), ("Linux", "AMD64")):
         raise InstallError(
             f"The set {set_name} is for Linux on x86-64, and this is {system} on {machine}.\n"
-            "  do: use a machine with x86-64 processors, as all machines with TPUs have."
+            "  do: use a machine with x86-64 processors, as Colab, Kaggle and all machines with TPUs have."
         )
     (first, last), this = PYTHONS[set_name], sys.version_info[:2]
     if not first <= this <= last:
@@ -125,7 +138,7 @@ def _lines(output: str) -> Iterator[str]:
 
 def main() -> int:
     try:
-        install(Path(sys.argv[1]))
+        install(Path(sys.argv[1]), *sys.argv[2:])
     except InstallError as error:
         print(error, file=sys.stderr)
         return 1

@@ -128,6 +128,13 @@ class LaunchPlan:
             ]
         return []
 
+    def refusal(self) -> TrilloraError | None:
+        """Why the results cannot be fetched into `out`; None if they can."""
+        if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
+            return None
+        do = "use another --out, or remove it"
+        return TrilloraError("The folder for the results is not empty.", where=str(self.out), do=do)
+
     def _token_command(self, gcloud: Gcloud, folder: str) -> list[str]:
         return gcloud.command("upload", source=f"{folder}/{TOKEN_FILE}", target=f"{self.name}/{TOKEN_FILE}")
 
@@ -275,9 +282,8 @@ class TpuVm:
 
     def check(self) -> None:
         """What would fail later, and costs nothing to find out now."""
-        if self._plan.out.exists() and (not self._plan.out.is_dir() or any(self._plan.out.iterdir())):
-            do = "use another --out, or remove it"
-            raise TrilloraError("The folder for the results is not empty.", where=str(self._plan.out), do=do)
+        if (refusal := self._plan.refusal()) is not None:
+            raise refusal
         accounts = self._plain("auth", "list", "--filter=status:ACTIVE", "--format=value(account)")
         if not accounts.strip():
             raise TrilloraError("gcloud is not logged in.", where="gcloud auth list", do="run `gcloud auth login`")

@@ -50,7 +50,7 @@ rm -rf job installed
 mkdir job
 tar --extract --file bundle.tar --directory job
 [ -x venv/bin/python ] || uv venv --quiet --python {python} venv
-PYTHONPATH="$(echo job/trillora-*.whl)" venv/bin/python -P -m trillora.launch.install job
+PYTHONPATH="$(echo job/trillora-*.whl)" venv/bin/python -P -m trillora.launch.install job tpu
 echo "$wanted" > installed
 echo "installed"
 """

@@ -314,7 +314,7 @@ def is_end(name: str, names: set[str]) -> bool:
 def _rank_of(
     target: str, module: str, ranks: list[int], shapes: dict[str, tuple[int, ...]], dora: bool, where: str
 ) -> int:
-    """The rank of a target whose matrices have the name `module`. Those of experts have a multiple of it."""
+    """The rank of a target whose matrices have the name `module`. Experts' matrices have a multiple of it."""
     a = shapes.get(module + LORA_A.suffix) or shapes.get(module + EMBEDDING_A.suffix)
     b = shapes.get(module + LORA_B.suffix) or shapes.get(module + EMBEDDING_B.suffix)
     fits = a is not None and (a[0] in ranks if module == target else a[0] % ranks[0] == 0)

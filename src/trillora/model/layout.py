@@ -75,8 +75,8 @@ def unstack(tree: Tree, layout: Layout) -> Tree:
 
 
 def split_layers(tree: Tree, layout: Layout) -> Tree:
-    """`unstack` inside a program that is differentiated: the gradient of a stacked array is one concatenation. That of
-    indexing would be a sum of arrays of the whole size, one for each layer."""
+    """`unstack` inside a program that is differentiated: the gradient of a stacked array is one concatenation. Indexing
+    would give a sum of arrays of the whole size, one for each layer."""
     flat: Tree = {}
     for key, array in tree.items():
         leaf = layout[key]

@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from trillora.devices.chips import CHIPS, DEVICE_KINDS, GIB, Device
 from trillora.devices.slices import Slice, find_slice
 from trillora.errors import TrilloraError
-from trillora.events import Event, Listener, Note, ignore_events, to_json
+from trillora.events import Chosen, Event, Listener, Note, ignore_events, to_json
 from trillora.model.layout import stored_weights
 from trillora.model.loading.source import load_config
 from trillora.preflight.early_exit import CompileResult, compile_until_layout
@@ -101,6 +101,16 @@ class AbsentDevice:
         return None
 
 
+def _without_devices(listener: Listener) -> Listener:
+    """Drops what was decided for the devices: they belong to the slice, not to this machine."""
+
+    def listen(event: Event) -> None:
+        if not (isinstance(event, Chosen) and event.path in ("hardware.backend", "hardware.devices")):
+            listener(event)
+
+    return listen
+
+
 @dataclass(frozen=True)
 class StepSearch:
     """Everything that the choice of a step depends on, except how a step is compiled."""
@@ -116,7 +126,7 @@ class StepSearch:
 
 
 def answer(question: Question, listener: Listener) -> StageResult:
-    place = find_slice(question.slice)
+    place, listener = find_slice(question.slice), _without_devices(listener)
     config = load_config(Path(question.model), trust_remote_code=question.trust_remote_code)
     kept = question.kept.shared() if question.kept else {}
     search = StepSearch(question.stage, config, place, question.num_steps, listener, kept, slowdown=question.slowdown)

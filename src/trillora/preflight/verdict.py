@@ -41,7 +41,7 @@ from trillora.recipe.resolve import StepSettings, given_settings
 from trillora.recipe.schema import Recipe, StageRecipe
 
 # Relative error of step times, as shown: more than the largest one against published training rates (0.114), because
-# none of these is of a LoRA step; for the estimate, with the error against the compiler (docs/preflight.md).
+# none of these is of a LoRA step; for the estimate, with the error against the compiler (benchmarks/PREFLIGHT.md).
 STEP_ERROR = {"compiler": 0.17, "estimate": 0.35}
 SMALL_CHUNK = 256  # tokens per chunk of the loss, as the last resort
 DOWNLOAD_BYTES_PER_SECOND = 100e6  # typical for notebooks downloading from the hub

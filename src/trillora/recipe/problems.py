@@ -26,8 +26,11 @@ from trillora.secrets import mask_message
 MAX_SHOWN = 20  # problems of one recipe
 MAX_LETTERS = 80  # of a value or a name
 
-# Names of other trainers: used for suggestions, never accepted.
+# Names of other trainers, and paths that are easily guessed: used for suggestions, never accepted.
 ELSEWHERE = {
+    "lora.adapter": "lora.from",
+    "adapter_path": "lora.from",
+    "adapter_name_or_path": "lora.from",
     "lr": "train.learning_rate",
     "max_length": "train.sequence_length",
     "max_seq_length": "train.sequence_length",
@@ -63,6 +66,11 @@ ELSEWHERE = {
 }
 
 
+_NO_FLOAT16 = "float16 does not exist here: gradients would overflow. Use bfloat16, float32 or auto"
+# Values of other trainers that have no counterpart.
+VALUES_ELSEWHERE = {("model.dtype", value): _NO_FLOAT16 for value in ("fp16", "float16", "half", "f16")}
+
+
 @dataclass(frozen=True)
 class Option:
     """One option, described for error messages."""
@@ -71,6 +79,7 @@ class Option:
     expected: str  # completes "give …"
     effect: str
     section: type[Any] | None  # the section that it contains, if any
+    words: tuple[str, ...] = ()  # values that are names, such as auto
 
     @classmethod
     def of(cls, path: str, info: FieldInfo) -> Option:
@@ -80,7 +89,8 @@ class Option:
         shorthand = getattr(section, "shorthand", None)
         if shorthand and section in kinds:
             phrases.insert(0, f"text (the {shorthand})")
-        return cls(path, " or ".join(dict.fromkeys(phrases)), info.description or "", section)
+        words = tuple(str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind))
+        return cls(path, " or ".join(dict.fromkeys(phrases)), info.description or "", section, words)
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,8 @@ def unknown_option(path: str, known: Mapping[str, Option], origins: Origins) -> 
     siblings = [leaf for p, leaf in leaves.items() if p.rpartition(".")[0] == parent]
     listing = f"{f'Options of {parent}' if parent else 'Options'}: {' '.join(siblings)}"
     homes = {leaf: p for p, leaf in reversed(leaves.items())}  # if several sections have the name, the first one
-    meant = homes.get(name) or ELSEWHERE.get(name)
+    dotted = next((p for p in known if p.replace(".", "_") == path), None)  # train_steps
+    meant = dotted or ELSEWHERE.get(path) or homes.get(name) or ELSEWHERE.get(name)
     if meant is None and (close := nearest(name, siblings)):
         meant = f"{parent}.{close}" if parent else close
     elif meant is None and (close := nearest(name, leaves.values())):
@@ -172,7 +183,9 @@ def _wrong_value(path: str, value: object, option: Option, origins: Origins) -> 
     if expected.startswith("text") and isinstance(value, (bool, int, float)):
         reading = "yes or no" if isinstance(value, bool) else "a number"
         do = f"put it in quotes if it is a name: YAML reads it as {reading}"
-    elif isinstance(value, str) and (meant := nearest(value[:MAX_LETTERS], re.findall(r"[\w-]+", expected))):
+    elif isinstance(value, str) and (instead := VALUES_ELSEWHERE.get((_without_numbers(path), value.lower()))):
+        do = instead
+    elif isinstance(value, str) and (meant := nearest(value[:MAX_LETTERS], option.words)):
         do = f"did you mean '{meant}'? {do[0].upper()}{do[1:]}"
     return RecipeProblem(path, f"{path} cannot be {shown(value)}.", origins.of(path), do)
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
+from pydantic import PositiveInt
+
 from trillora.recipe import yaml
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.schema import (
@@ -37,8 +39,8 @@ from trillora.secrets import mask_message
 class DocumentRoom(NamedTuple):
     """Room for the documents of packed sequences: a sequence consists of blocks (see `engine.ragged`)."""
 
-    block: int  # tokens; no document is longer
-    most: int  # documents that can begin in a block
+    block: PositiveInt  # tokens; no document is longer
+    most: PositiveInt  # documents that can begin in a block
 
 
 def _option(path: str) -> dict[str, str]:
@@ -53,16 +55,16 @@ class StepSettings:
     OPTIONS: ClassVar[Mapping[str, str]]
 
     backend: Backend = field(metadata=_option("hardware.backend"))
-    num_devices: int = field(metadata=_option("hardware.devices"))
+    num_devices: PositiveInt = field(metadata=_option("hardware.devices"))
     mesh: MeshSection = field(metadata=_option("hardware.mesh"))
     dtype: Dtype = field(metadata=_option("model.dtype"))
     layers: Layers = field(metadata=_option("engine.layers"))
     attention: Attention = field(metadata=_option("engine.attention"))
-    loss_chunk: int = field(metadata=_option("engine.loss_chunk"))  # tokens
+    loss_chunk: PositiveInt = field(metadata=_option("engine.loss_chunk"))  # tokens
     remat: Remat = field(metadata=_option("engine.remat"))
     # Sequences, over all devices; of each adapter, if several are trained together.
-    micro_batch_size: int = field(metadata=_option("train.micro_batch_size"))
-    adapters_at_once: int = field(default=1, metadata=_option("train.adapters_at_once"))
+    micro_batch_size: PositiveInt = field(metadata=_option("train.micro_batch_size"))
+    adapters_at_once: PositiveInt = field(default=1, metadata=_option("train.adapters_at_once"))
     quantize: Quantize = field(default="none", metadata=_option("model.quantize"))
     matmul: Matmul = field(default="full", metadata=_option("engine.matmul"))
     kernels: Kernels = field(default="xla", metadata=_option("engine.kernels"))
@@ -117,17 +119,13 @@ class ResolvedStage:
     template_date: str | None
     reasons: dict[str, str]
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ResolvedStage:
-        return cls(**{**values, "settings": StepSettings.from_dict(values["settings"])})
-
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
     """Every decision of a run."""
 
     stages: tuple[ResolvedStage, ...]
-    evaluate_every: int  # steps
+    evaluate_every: PositiveInt  # steps
 
     def stage(self, name: str) -> ResolvedStage | None:
         return next((stage for stage in self.stages if stage.name == name), None)
@@ -137,10 +135,6 @@ class ResolvedRecipe:
             "stages": [{**vars(stage), "settings": stage.settings.to_dict()} for stage in self.stages],
             "evaluate_every": self.evaluate_every,
         }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ResolvedRecipe:
-        return cls(tuple(map(ResolvedStage.from_dict, values["stages"])), values["evaluate_every"])
 
     def fill(self, recipe: Recipe) -> Recipe:
         """The recipe with the decisions in place of every `auto`. Options that the user fixed have the same value."""

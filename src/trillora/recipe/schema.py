@@ -164,7 +164,7 @@ class TrainSection(StageOptions):
         default="auto", description="Steps between checkpoints. auto: at most 2 % of the time is spent on saving."
     )
     keep_checkpoints: int = Field(
-        default=2, ge=2, le=10**9, description="Newest checkpoints kept, in addition to the best one."
+        default=2, ge=2, le=10**9, description="Newest checkpoints kept. Each has the best weights so far."
     )
     checkpoint_dir: str | None = Field(
         default=None,

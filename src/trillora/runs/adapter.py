@@ -1,7 +1,7 @@
 """The adapter of a run that may not be finished: then it is made of the newest valid checkpoint.
 
     adapter_of(run).folder          runs/first/exports/adapter-step-12
-    adapter_of(run).note            "The run is not finished: its last checkpoint is used, step 12 of 40."
+    adapter_of(run).note           "The run is not finished: its adapter at the last checkpoint is used, step 12 of 40."
 
 It is written to a folder of its own: the checkpoint may be at an address, the run may remove it at any time, and it has
 no tokenizer.
@@ -58,7 +58,7 @@ def adapter_of(
         ) from error
     num_steps = run.manifest.num_steps if run.manifest is not None else None
     of = "" if num_steps is None else f" of {num_steps}"
-    note = f"The run is not finished: its last checkpoint is used, step {step}{of}."
+    note = f"The run is not finished: its adapter at the last checkpoint is used, step {step}{of}."
     listener(Note(note))
     return SavedAdapter(run.folder / EXPORTS / name, run, note)
 

@@ -69,7 +69,6 @@ class AdapterSource:
 
     step: int | None  # of the checkpoint; None until the run is finished
     evaluation_loss: float | None
-    why: str  # why it is not the best evaluation's; empty if it is
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class RunManifest:
     num_steps: int | None
     stages: tuple[StageRecord, ...]  # one per adapter if there are several
     group: GroupPlan = GroupPlan("", ())
-    adapter: AdapterSource = AdapterSource(None, None, "")
+    adapter: AdapterSource = AdapterSource(None, None)
 
     def to_json(self) -> str:
         return json.dumps({"format": 1, **mask_values(dataclasses.asdict(self))}, indent=1) + "\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,20 @@ class Assembly:
         batch = {name: leaf.update(shape=shape) for name, leaf in self.batch_shapes.items()}
         step = jax.jit(self.eval_step, out_shardings=replicated(self.mesh))
         return compile_program(step.lower(self.state_shapes.adapter, self.base_shapes, batch), self._options)
+
+    @property
+    def member_shapes(self) -> TrainState:
+        """The shapes of the state of one adapter."""
+        return self.state_shapes
+
+    def split(self, state: TrainState) -> list[TrainState]:
+        """The state of each adapter, from arrays on the host."""
+        return [state]
+
+    def join(self, states: Sequence[TrainState | None]) -> TrainState:
+        """The state of all adapters, from arrays on the host. None for one that is not trained any more."""
+        [state] = states
+        return zeros_of(self.member_shapes) if state is None else state
 
     @property
     def state_bytes(self) -> int:
@@ -382,6 +396,13 @@ def update_factors(layout: Layout, loraplus_ratio: float, *, pissa: bool) -> dic
         return trained_R[:, None] if kind.rank_dim == 0 else trained_R
 
     return {key: factor(key, leaf) for key, leaf in layout.items()}
+
+
+def zeros_of(shapes: TrainState) -> TrainState:
+    """Zeros on the host. The random key is given by its data."""
+    as_stored = shapes._replace(key=jax.eval_shape(jax.random.key_data, shapes.key))
+    zeros: TrainState = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), as_stored)
+    return zeros
 
 
 def _shapes(layout: Layout, shardings: dict[str, NamedSharding]) -> Tree:

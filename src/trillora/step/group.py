@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +40,19 @@ from trillora.model.bridge import CausalLM
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.parts.expert_parameters import expert_parameters
 from trillora.recipe.resolve import StepSettings
-from trillora.recipe.schema import Stage, StageRecipe
+from trillora.recipe.schema import StageRecipe
 from trillora.step.background import Program, compile_program
-from trillora.step.build import Assembly, assemble, lora_spec, loss_chunk_positions, loss_function
+from trillora.step.build import Assembly, assemble, lora_spec, loss_chunk_positions, loss_function, zeros_of
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig
+
+
+class Member(Protocol):
+    """An adapter of the group."""
+
+    @property
+    def recipe(self) -> StageRecipe: ...
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,18 @@ class GroupAssembly(Assembly):
     def compile_evaluation(self, batch_size: int, sequence_length: int) -> Program:
         """The evaluation step of a single adapter."""
         return self.one.compile_evaluation(batch_size, sequence_length)
+
+    @property
+    def member_shapes(self) -> TrainState:
+        return self.one.state_shapes
+
+    def split(self, state: TrainState) -> list[TrainState]:
+        return [jax.tree.map(lambda array_N, n=number: array_N[n], state) for number in range(self.num_adapters)]
+
+    def join(self, states: Sequence[TrainState | None]) -> TrainState:
+        found = [zeros_of(self.member_shapes) if state is None else state for state in states]
+        joined: TrainState = jax.tree.map(lambda *arrays: np.stack(arrays), *found)
+        return joined
 
     @property
     def option_shapes(self) -> Tree:
@@ -89,7 +108,7 @@ class GroupAssembly(Assembly):
 
 
 def assemble_group(
-    members: Sequence[Stage], settings: StepSettings, config: PretrainedConfig, mesh: Mesh, width: int | None = None
+    members: Sequence[Member], settings: StepSettings, config: PretrainedConfig, mesh: Mesh, width: int | None = None
 ) -> GroupAssembly:
     """The step for `width` adapters at once, by default as many as the settings say."""
     width = width or settings.adapters_at_once
@@ -130,12 +149,12 @@ def assemble_group(
     )
 
 
-def widest(members: Sequence[Stage]) -> StageRecipe:
+def widest(members: Sequence[Member]) -> StageRecipe:
     """The recipe with the largest rank: the others are padded to it."""
     return max((member.recipe for member in members), key=lambda recipe: recipe.lora.rank)
 
 
-def options_of(members: Sequence[Stage], num_steps: Sequence[int]) -> AdapterOptions:
+def options_of(members: Sequence[Member], num_steps: Sequence[int]) -> AdapterOptions:
     """The options of every adapter. `num_steps`: the length of its training."""
     scale = lora_spec(widest(members).lora).scale
     return adapter_options(
@@ -169,12 +188,12 @@ def scaled_loss(loss: Loss) -> ScaledLoss:
     return own
 
 
-def padding_of(members: Sequence[Stage], recipe: StageRecipe) -> int:
+def padding_of(members: Sequence[Member], recipe: StageRecipe) -> int:
     """How much smaller the rank of an adapter is than the largest one."""
     return widest(members).lora.rank - recipe.lora.rank
 
 
-def check_ranks_differ_simply(members: Sequence[Stage], model: CausalLM) -> None:
+def check_ranks_differ_simply(members: Sequence[Member], model: CausalLM) -> None:
     lora = widest(members).lora
     has_experts = not expert_parameters(model.module).keys().isdisjoint(model.targets)
     if not any(padding_of(members, member.recipe) for member in members):

@@ -6,11 +6,13 @@
     [Selection(step=15, keep=4), Selection(step=30, keep=2), Selection(step=60, keep=1)]
 
 In the search for a learning rate, the worse rates are dropped at these selections until one is left. The winner is not
-started again: it has been a whole run with its rate from the first step on.
+started again: it has been a whole run with its rate from the first step on. The rates are judged by their training
+losses: they see the same rows, so the losses can be compared pair by pair, and they cost nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,3 +73,16 @@ def halvings(count: int, multiple: int) -> list[int]:
     """The numbers of adapters to try at once, the largest first."""
     sizes = [-(-count // (multiple * 2**k)) * multiple for k in range(count.bit_length())]
     return list(dict.fromkeys(sizes))
+
+
+def score(losses: Sequence[float | None]) -> float:
+    """What a rate is judged by: the mean loss of the last half of its steps since the last selection. None is a loss
+    that was not finite."""
+    recent = [math.inf if loss is None else loss for loss in losses[len(losses) // 2 :]]
+    return sum(recent) / len(recent) if recent else math.inf
+
+
+def best(scores: Sequence[float], keep: int) -> list[int]:
+    """The numbers of the `keep` best rates, in their order. Of equal scores the higher rate is better."""
+    ranked = sorted(range(len(scores)), key=lambda number: (scores[number], -number))
+    return sorted(ranked[:keep])

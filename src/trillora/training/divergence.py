@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 WORSE_THAN_GUESSING = 1.5  # times the loss of guessing: no useful model reaches it by chance
 FALLEN_BACK = 3.0  # above the usual losses: twenty times the perplexity
@@ -84,9 +83,6 @@ class DivergenceMonitor:
         """Forget the losses: those of other data are not comparable."""
         self.recent, self.doubtful, self.lowest, self.usual = [], [], None, None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> DivergenceMonitor:
-        return cls(**{item.name: values[item.name] for item in fields(cls)})
+    def __str__(self) -> str:
+        """The bad steps in a row: "3 skipped, 1 without a gradient"."""
+        return ", ".join(f"{number} {reason}" for reason, number in self.bad.items())

@@ -7,7 +7,7 @@ import math
 import platform
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.data.stage import StageData, example_of
 from trillora.model.layout import stored_weights
@@ -15,10 +15,14 @@ from trillora.model.loading.digest import settings_digests
 from trillora.model.loading.source import EMBEDDED, OpenModel
 from trillora.recipe.resolve import ResolvedRecipe
 from trillora.recipe.schema import Recipe
-from trillora.runs.manifest import DataFileFacts, RunManifest, StageRecord
+from trillora.runs.manifest import AdapterPlan, DataFileFacts, GroupPlan, RunManifest, StageRecord
 from trillora.step.build import Assembly
+from trillora.training.entries.timeline import Entry
 from trillora.training.run_identity import fixed_options
 from trillora.version import __version__
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 LIBRARIES = ("jax", "torch", "transformers", "torchax")
 
@@ -33,13 +37,13 @@ def describe_devices(devices: Sequence[Any]) -> str:
 
 def of_run(
     recipe: Recipe,
-    stages: Sequence[StageData],
+    entries: Sequence[Entry],
     assembly: Assembly,
     identity: dict[str, str],
     opened: OpenModel,
 ) -> RunManifest:
     model, mesh = assembly.model, assembly.mesh
-    first_steps = [1 + sum(stage.num_steps for stage in stages[:number]) for number in range(len(stages))]
+    firsts = [1 + sum(entry.num_steps for entry in entries[:number]) for number in range(len(entries))]
     return RunManifest(
         trillora=__version__,
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -62,14 +66,17 @@ def of_run(
             "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
         },
         identity=identity,
-        num_steps=sum(stage.num_steps for stage in stages),
+        num_steps=sum(entry.num_steps for entry in entries),
         stages=tuple(
-            of_stage(stage, opened.tokenizer, first) for stage, first in zip(stages, first_steps, strict=True)
+            of_stage(stage, opened.tokenizer, first)
+            for entry, first in zip(entries, firsts, strict=True)
+            for stage in entry.members
         ),
+        group=_group(entries[-1]),
     )
 
 
-def of_stage(stage: StageData, tokenizer: Any, first_step: int) -> StageRecord:
+def of_stage(stage: StageData, tokenizer: Tokenizer, first_step: int) -> StageRecord:
     train = stage.recipe.train
     return StageRecord(
         name=stage.name,
@@ -83,6 +90,17 @@ def of_stage(stage: StageData, tokenizer: Any, first_step: int) -> StageRecord:
         num_evaluated=0 if stage.evaluation is None else len(stage.evaluation),
         example=example_of(stage.batches.documents, tokenizer),
     )
+
+
+def _group(entry: Entry) -> GroupPlan:
+    """The adapters that are trained together, if there are several."""
+    if entry.is_single:
+        return GroupPlan("", ())
+    adapters = []
+    for one in entry.members:
+        train, lora = one.recipe.train, one.recipe.lora
+        adapters.append(AdapterPlan(one.name, train.rate, lora.rank, lora.alpha, train.seed, one.num_steps))
+    return GroupPlan(entry.kind, tuple(adapters))
 
 
 def of_checkpoint(

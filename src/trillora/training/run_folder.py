@@ -123,12 +123,6 @@ def losses(metrics: Path) -> list[float]:
     return [_number(line.get("loss")) for line in read_lines(metrics) if line.get("kind") == "step"]
 
 
-def evaluation_losses(metrics: Path, stage: str) -> dict[int, float]:
-    """The loss of every evaluation of a stage, by step."""
-    found = (line for line in read_lines(metrics) if line.get("kind") == "evaluation" and line.get("stage") == stage)
-    return {line["step"]: _number(line.get("loss")) for line in found if isinstance(line.get("step"), int)}
-
-
 def _number(value: Any) -> float:
     try:
         return float(value)

@@ -1,8 +1,4 @@
-"""What every kind of run does: find the newest checkpoint, read the data, compare the inputs, write the folder.
-
-`RunProcess` is one process of a run. `trainer` trains one adapter, stage by stage; `group.trainer` trains several
-adapters together.
-"""
+"""What surrounds the training: find the newest checkpoint, read the data, compare the inputs, write the folder."""
 
 from __future__ import annotations
 
@@ -27,21 +23,15 @@ from trillora.files.atomic import remove_unfinished
 from trillora.files.cache_dir import cache_root
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.storage import LocalStorage
-from trillora.model.bridge import CausalLM
-from trillora.model.layout import Layout, Tree, stored_weights
+from trillora.model.layout import Layout, stored_weights
 from trillora.model.limits import check_rows
 from trillora.model.loading.digest import tokenizer_digest, weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
-from trillora.model.loading.weights import load_weights
 from trillora.recipe.resolve import ResolvedRecipe, keep_dates, keep_fixed
 from trillora.recipe.schema import Recipe, stages_of
-from trillora.report.event_text import adapted_lines
 from trillora.runs.files import METRICS_FILE
-from trillora.runs.manifest import RunManifest
 from trillora.secrets import mask_values
-from trillora.step.adapted_share import adapted_share
 from trillora.step.adapter_spec import Start, open_start
-from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch
 from trillora.tracking import tracking_listener
 from trillora.training import manifest
@@ -51,7 +41,7 @@ from trillora.training.saved_record import RunRecord
 from trillora.training.saver import Saver
 from trillora.training.signals import Stop
 from trillora.training.stalls.watchdog import Watchdog
-from trillora.training.state_files import find_fault, read_facts
+from trillora.training.state.files import CheckpointFacts, find_fault, read_facts
 
 Identity = Callable[[], dict[str, str]]  # digests of what a run depends on, by name
 
@@ -77,9 +67,6 @@ class TrainResult:
 class RunProcess:
     """One process of a run."""
 
-    find_fault = staticmethod(find_fault)  # of a checkpoint
-    read_facts = staticmethod(read_facts)
-
     def __init__(
         self,
         recipe: Recipe,
@@ -95,7 +82,6 @@ class RunProcess:
         self._watchdog = Watchdog(self._listener, folder.add_stall)
         self._accept_changes = accept_changes
         self._record = RunRecord(folder)
-        self._manifest: RunManifest | None = None
         self._start: Start | None = None  # the adapter that a new run starts from
 
     def _open(self) -> tuple[list[Any], OpenModel]:
@@ -112,11 +98,6 @@ class RunProcess:
             tokens=self._recipe.tokens or (),
         )
         return devices, opened
-
-    def _print_adapted(self, model: CausalLM) -> None:
-        """Prints what share of the model is adapted, and what stays frozen."""
-        for line in adapted_lines(adapted_share(model)):
-            self._listener(Note(line))
 
     def _start_folder(self, saved: tuple[int, dict[str, bytes]] | None) -> None:
         """Sets the files of the run's folder to the state of the checkpoint."""
@@ -142,14 +123,14 @@ class RunProcess:
                 LocalStorage(self._folder.path).clean()  # an adapter that was not written completely
                 remove_unfinished(self._folder.path)
             steps = self._checkpoints.steps()
-        found = self._checkpoints.newest_valid(self._listener, self.find_fault)
+        found = self._checkpoints.newest_valid(self._listener, find_fault)
         if found is None and steps:
             raise TrilloraError(
                 f"All {len(steps)} checkpoints of this run are damaged. The run does not restart by itself.",
                 where=self._checkpoints.where(steps[-1]),
                 do="restore one from a backup; or, to start from scratch, remove the folder or use another --out",
             )
-        run_id = self.read_facts(found[1])["run"] if found else None
+        run_id = read_facts(found[1]).run if found else None
         self._record.compare(steps, run_id, self._checkpoints.place, self._listener)
         if not same_everywhere(found[0] if found else -1):
             raise TrilloraError(
@@ -178,17 +159,15 @@ class RunProcess:
             others["lora.from"] = self._start.digest
         return stages, lambda: {"model": weights.result(), **others}
 
-    def _check_unchanged(
-        self, facts: dict[str, Any], before: ResolvedRecipe, identity: dict[str, str], step: int
-    ) -> None:
+    def _check_unchanged(self, facts: CheckpointFacts, identity: dict[str, str]) -> None:
         """Refuses to resume with other inputs or options, unless the user accepts the changes."""
-        now = {**identity, **mask_values(fixed_options(keep_fixed(self._recipe, before)))}
-        then = {**facts["identity"], **with_defaults(facts["options"], now)}
+        now = {**identity, **mask_values(fixed_options(keep_fixed(self._recipe, facts.resolved)))}
+        then = {**facts.identity, **with_defaults(facts.options, now)}
         if (changed := differences(then, now)) and not self._accept_changes:
-            raise refuse(changed, self._folder.path, step)
+            raise refuse(changed, self._folder.path, facts.position.global_step)
         for change in changed:
             self._listener(Alarm(f"Resuming although {change}"))
-        for change in differences(facts["libraries"], manifest.libraries()):
+        for change in differences(facts.libraries, manifest.libraries()):
             self._listener(Note(f"Since the checkpoint {change}: results may differ in the last digits"))
 
     @contextlib.contextmanager
@@ -221,8 +200,3 @@ def peak_seconds_per_token(layout: Layout, devices: list[Any]) -> float:
         return 0.0
     shapes = [leaf.shape for leaf, _ in stored_weights(layout).values()]
     return 4 * sum(math.prod(shape) for shape in shapes if len(shape) >= 2) / (peak * 1e12 * len(devices))
-
-
-def read_base(folder: Path, assembly: Assembly, listener: Listener) -> Tree:
-    model = assembly.model
-    return load_weights(folder, model.module, model.layout, assembly.base_shardings, listener)

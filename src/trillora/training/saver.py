@@ -23,7 +23,6 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trillora-saver")
         self._saving: Future[None] | None = None
         self.seconds: float | None = None  # duration of the last successful save
-        self.last_saved: int | None = None  # its step
         self.failure: OSError | None = None  # of the latest save; None if it succeeded
 
     @property
@@ -65,7 +64,7 @@ class Saver:
             alarm = f"The checkpoint of step {step} could not be saved: {self.failure}. Where: {where}."
             self._listener(Alarm(f"{alarm} Training continues; {self._newest_good()}."))
             return
-        self.last_saved, self.seconds = step, time.monotonic() - start
+        self.seconds = time.monotonic() - start
         self._listener(Saved(step=step, where=where, seconds=self.seconds))
         if after is not None and (failed := _os_error(after)) is not None:
             alarm = f"The checkpoint of step {step} is saved, but old ones could not be removed: {failed}."

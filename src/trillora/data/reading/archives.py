@@ -13,12 +13,12 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, BinaryIO, cast
 
 from trillora.data.reading.cursor import FETCH_AGAIN
-from trillora.data.reading.files import KNOWN, FileKind, found_data
+from trillora.data.reading.files import KNOWN, FileKind, found_data, is_about_data, say_left_out
 from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, read_up_to
 from trillora.data.rows import Fault
 from trillora.errors import TrilloraError
@@ -56,9 +56,11 @@ class ArchiveMember:
 class _Gate:
     """Decides which members are read, and counts the others."""
 
+    say: Callable[[str], None]
     num_read: int = 0
     ignored: list[str] = field(default_factory=list)  # names of the first few
     num_ignored: int = 0
+    unknown: list[str] = field(default_factory=list)  # names of those that are not hidden or about the data
 
     def check(self, name: str, stream: Stream) -> ArchiveMember | Fault | None:
         """A regular file of the archive; None if it is not a data file."""
@@ -74,6 +76,8 @@ class _Gate:
             self.num_ignored += 1
             if len(self.ignored) < 5:
                 self.ignored.append(_shown(name))
+            if not is_about_data(name):
+                self.unknown.append(_shown(name))
             return None
         if kind.is_archive:
             return _unread(name, "is an archive inside an archive", "unpack the outer archive")
@@ -81,8 +85,10 @@ class _Gate:
         return ArchiveMember(_shown(name), kind, stream)
 
     def verdict(self) -> Iterator[Fault]:
-        """A fault if no member could be read."""
-        if not self.num_read:
+        """A fault if no member could be read. Else says what was not."""
+        if self.num_read and self.unknown:
+            self.say(say_left_out(self.unknown))
+        elif not self.num_read:
             others = f" Its {self.num_ignored} other files: {', '.join(self.ignored)}." if self.ignored else ""
             do = f"add data files to the archive; supported suffixes: {KNOWN}"
             yield Fault("", 0, f"The archive has no data file that can be read.{others}", do)
@@ -116,8 +122,8 @@ class _TarPart:
             self.read(BLOCK)
 
 
-def tar_members(source: Stream) -> Iterator[ArchiveMember | Fault]:
-    gate = _Gate()
+def tar_members(source: Stream, say: Callable[[str], None]) -> Iterator[ArchiveMember | Fault]:
+    gate = _Gate(say)
     long_name: str | None = None  # from the extended header before a member
     long_size: int | None = None
     sparse = False
@@ -148,7 +154,7 @@ def tar_members(source: Stream) -> Iterator[ArchiveMember | Fault]:
     yield from gate.verdict()
 
 
-def zip_members(source: RawFile, meter: Meter) -> Iterator[ArchiveMember | Fault]:
+def zip_members(source: RawFile, meter: Meter, say: Callable[[str], None]) -> Iterator[ArchiveMember | Fault]:
     guard = _ZipGuard(source)
     try:
         archive = zipfile.ZipFile(cast(BinaryIO, guard))
@@ -156,7 +162,7 @@ def zip_members(source: RawFile, meter: Meter) -> Iterator[ArchiveMember | Fault
         what = f"This is not a zip archive, or it was cut: its list of members, at its end, is missing ({error})."
         raise Damage(what, FETCH_AGAIN) from None
     guard.opening = False
-    gate = _Gate()
+    gate = _Gate(say)
     with archive:
         for info in archive.infolist():
             if info.filename.endswith("/"):  # not info.is_dir(), which fails on an empty name

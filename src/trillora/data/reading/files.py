@@ -17,6 +17,7 @@ import hashlib
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -164,10 +165,37 @@ def kind_of(name: str) -> FileKind | None:
 
 def found_data(path: str) -> FileKind | None:
     """`kind_of` for a file found in a folder, an archive or a repository rather than given by its path."""
+    return None if is_about_data(path) else kind_of(path)
+
+
+def is_about_data(path: str) -> bool:
+    """Whether a file that was found is hidden, or describes the data."""
     parts = PurePosixPath(path).parts
-    if any(part.startswith((".", "__MACOSX")) for part in parts) or _ABOUT_DATA.fullmatch(parts[-1] if parts else ""):
+    is_hidden = any(part.startswith((".", "__MACOSX")) for part in parts if part not in (".", ".."))
+    return is_hidden or bool(_ABOUT_DATA.fullmatch(parts[-1] if parts else ""))
+
+
+def left_out(entry: str) -> str | None:
+    """What to say about the files of a local folder or glob that `expand` does not use; None if there are none."""
+    entry = os.path.expanduser(entry.removeprefix("file://"))
+    if _URL.match(entry):
         return None
-    return kind_of(path)
+    if os.path.isdir(entry):
+        found = [os.path.relpath(os.path.join(at, name), entry) for at, _, names in os.walk(entry) for name in names]
+    elif glob.has_magic(entry) and not os.path.lexists(entry):
+        found = [os.path.basename(path) for path in glob.glob(entry, recursive=True) if os.path.isfile(path)]
+    else:
+        return None
+    names = [name for name in found if not is_about_data(name.replace(os.sep, "/")) and kind_of(name) is None]
+    return f"{entry}: {say_left_out(names)}" if names else None
+
+
+def say_left_out(names: Sequence[str]) -> str:
+    """Which files have an unknown suffix: "3 files are left out, which no reader knows: 2 x .rst, 1 x .pdf"."""
+    suffixes = Counter(PurePosixPath(name).suffix.lower() or "no suffix" for name in names)
+    most = sorted(suffixes.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
+    counts = ", ".join(f"{count:,} x {suffix}" for suffix, count in most)
+    return f"{len(names):,} {'file is' if len(names) == 1 else 'files are'} left out, which no reader knows: {counts}"
 
 
 def cannot_read(name: str, error: Exception) -> TrilloraError:

@@ -47,6 +47,7 @@ class _Reading:
     wanted: RowChoice
     meter: Meter
     parquet: ParquetDecoder
+    say: Callable[[str], None]
 
 
 def read_rows(
@@ -56,8 +57,10 @@ def read_rows(
     wanted: RowChoice = EVERYTHING,
     *,
     consumed: Callable[[int], None],
+    say: Callable[[str], None] = lambda text: None,
 ) -> RowsOfFile:
-    """All rows of a file in order, read from exactly the bytes of `content`. `consumed` is called with byte counts.
+    """All rows of a file in order, read from exactly the bytes of `content`. `consumed` is called with byte counts,
+    `say` with what a user should know about the file.
 
     A failing disk or network, or a file that changes, raises a TrilloraError: continuing would train each run on a
     different data set.
@@ -68,7 +71,7 @@ def read_rows(
     except Exception as error:  # remote stores have their own exception types
         raise cannot_read(file.name, error) from None
     with stream:
-        raw, reading = RawFile(stream, file.name, content, meter), _Reading(wanted, meter, parquet)
+        raw, reading = RawFile(stream, file.name, content, meter), _Reading(wanted, meter, parquet, say)
         if file.kind.is_archive:
             yield from _archive_rows(raw, file.kind, reading)
         else:
@@ -83,7 +86,8 @@ def first_rows(file: DataFile, num_rows: int, row_path: str | None = None) -> li
         return []
     with file.open() as stream:
         block = read_block(stream, BLOCK)
-    reading = _Reading(RowChoice(row_path), Meter(len(block), lambda count: None), ParquetDecoder())
+    meter = Meter(len(block), lambda count: None)
+    reading = _Reading(RowChoice(row_path), meter, ParquetDecoder(), say=lambda text: None)
     found = list(itertools.islice(_member_rows(io.BytesIO(block), file.kind, Cursor(), reading), num_rows + 1))
     is_cut = len(block) == BLOCK and len(found) <= num_rows  # the last one ends with the block, not with the row
     return found[: len(found) - is_cut][:num_rows]
@@ -92,9 +96,9 @@ def first_rows(file: DataFile, num_rows: int, row_path: str | None = None) -> li
 def _archive_rows(raw: RawFile, kind: FileKind, reading: _Reading) -> RowsOfFile:
     try:
         if kind.format == "zip":
-            members = zip_members(raw, reading.meter)
+            members = zip_members(raw, reading.meter, reading.say)
         else:
-            members = tar_members(decompressed(raw, kind.compression, reading.meter))
+            members = tar_members(decompressed(raw, kind.compression, reading.meter), reading.say)
         for member in members:
             if isinstance(member, Fault):
                 yield member
@@ -132,7 +136,7 @@ def _format_rows(source: Stream, kind: FileKind, at: Cursor, reading: _Reading) 
         return _text_rows(text, at)
     if kind.format == "jsonl":
         return _jsonl_rows(text, at)
-    return csv_rows(text, at, "\t" if kind.format == "tsv" else ",")
+    return csv_rows(text, at, "\t" if kind.format == "tsv" else ",", reading.say)
 
 
 def _jsonl_rows(stream: Stream, at: Cursor) -> RowsOfFile:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from trillora.data.reading.cursor import MAX_COLUMNS, MAX_ROW_BYTES, SAVE_AS_UTF8, Cursor, too_long
 from trillora.data.reading.streams import BLOCK, Damage, Stream
 from trillora.data.rows import RowsOfFile
+
+_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 
 
 class _TooLong(NamedTuple):
@@ -77,16 +80,27 @@ def _lines(stream: Stream) -> Iterator[bytes | _TooLong]:
         yield b"".join(held) if size <= MAX_ROW_BYTES else _TooLong(size, num_lost_quotes)
 
 
-def csv_rows(stream: Stream, at: Cursor, delimiter: str) -> RowsOfFile:
-    """Each record after the header as an object of strings."""
+def _separator(header: str, usual: str) -> str:
+    """What separates the columns of this header. Spreadsheets of many countries write semicolons to .csv files."""
+    others = [mark for mark in ";\t" if mark in header]
+    is_one_column = len(next(csv.reader([header], delimiter=usual), [])) == 1
+    return max(others, key=header.count) if is_one_column and others else usual
+
+
+def csv_rows(stream: Stream, at: Cursor, usual: str, say: Callable[[str], None]) -> RowsOfFile:
+    """Each record after the header as an object of strings. `say` receives a note if `usual` does not separate them."""
     csv.field_size_limit(MAX_ROW_BYTES)  # process-wide; the default of 128 KiB is less than a long answer
     lines = _CsvLines(stream)
-    records = csv.reader(lines, delimiter=delimiter)
+    text = iter(lines)
+    first = list(itertools.islice(text, 1))
+    if (separator := _separator(first[0], usual) if first else usual) != usual:
+        say(f"columns are separated by {_SEPARATORS[separator]}")
+    records = csv.reader(itertools.chain(first, text), delimiter=separator)
     header: list[str] | None = None
     while True:
-        lines.size = 0
         try:
             record = next(records, None)
+            lines.size = 0
         except csv.Error as error:
             what = f"This is not valid CSV: {error}."
             raise Damage(what, "correct this line, or export the table again", lines.first) from None

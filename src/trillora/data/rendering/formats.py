@@ -14,11 +14,13 @@ code runs on millions of rows: text is passed on, not copied.
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from trillora.data.rendering.control import ROLES
-from trillora.data.rendering.json_values import excerpt, kind_name, parse_json
+from trillora.data.rendering.json_values import excerpt, kind_name, parse_json, shortened
 from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
 from trillora.errors import nearest
 
@@ -87,10 +89,47 @@ def detect(row: Row) -> str:
     if matching:
         what = f"The row matches several formats: {', '.join(matching)}. Its keys: {_keys_of(row)}."
         raise BadRow(what, f"choose one in the recipe, such as data.format: {matching[0]}")
-    raise BadRow(
-        f"The row matches no known format. Its keys: {_keys_of(row)}.",
-        f"use the keys of one of these formats: {_KEYS_OF_FORMATS}; or convert rows with data.template in the recipe",
-    )
+    raise _unknown_format(row)
+
+
+def _unknown_format(row: Row) -> BadRow:
+    """The refusal of a row whose keys match no format, with what was probably meant."""
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        what = "This is a row for preference tuning (chosen, rejected), which is not supported yet."
+        return BadRow(what, f"train on the better answers alone, with data.columns: {_columns_of_chosen(row)}")
+    what = f"The row matches no known format. Its keys: {_keys_of(row)}."
+    if meant := _meant_columns(row):
+        return BadRow(what, f"say in the recipe which column is which: data.columns: {_in_yaml(meant)}")
+    do = "say in the recipe which column is which, such as data.columns: {question: …, answer: …}"
+    return BadRow(what, f"{do}; or use the keys of a format: {_KEYS_OF_FORMATS}; or convert rows with data.template")
+
+
+def _columns_of_chosen(row: Row) -> str:
+    prompt, is_chat = row.get("prompt"), isinstance(row["chosen"], list)
+    if is_chat:
+        return _in_yaml(
+            {"prompt": "prompt", "completion": "chosen"} if isinstance(prompt, list) else {"messages": "chosen"}
+        )
+    return _in_yaml({"text": "chosen"} if prompt is None else {"question": "prompt", "answer": "chosen"})
+
+
+def _meant_columns(row: Row) -> dict[str, str]:
+    """The columns of a format whose keys are written differently (`Question`), or of a row of two texts."""
+    own = {key.strip().lower(): key for key, value in row.items() if value is not None}
+    for key, answers in _PLAIN_FORMATS.values():
+        if key in own and (answer := next((name for name in answers if name in own), None)):
+            return {name: own[name] for name in (key, answer, "input", "system") if name in own}
+    if turns := next((name for name in TURN_KEYS if name in own), None):
+        return {"messages": own[turns]}
+    texts = [key for key, value in row.items() if isinstance(value, str)]
+    return {"question": texts[0], "answer": texts[1]} if len(texts) == len(row) == 2 else {}
+
+
+def _in_yaml(columns: dict[str, str]) -> str:
+    def word(name: str) -> str:
+        return name if re.fullmatch(r"[A-Za-z_][\w-]*", name) else json.dumps(shortened(name, 60))
+
+    return f"{{{', '.join(f'{key}: {word(column)}' for key, column in columns.items())}}}"
 
 
 def columns_of(format: str, row: Row) -> tuple[str, str] | None:
@@ -241,7 +280,7 @@ def _arguments(row: Row) -> dict[str, Any]:
 
 
 def picked(row: Row, columns: dict[str, str], dropped: Collection[str] = ()) -> Row:
-    """The row with the keys that `data.columns` gives it, without those of `data.drop_keys`. A column of null counts as
+    """The row with the keys that `data.columns` gives it, without `data.drop_keys`. A column of null counts as
     absent."""
     if dropped:
         row = _without_keys(row, dropped)

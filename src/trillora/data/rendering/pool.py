@@ -127,7 +127,8 @@ class Worker:
             raise TrilloraError(what, where="data", do=do)
         if "error" in reply:
             self.close()
-            raise TrilloraError(reply["error"][0], where="data.template or the chat template", do=reply["error"][1])
+            what, where, do = reply["error"]
+            raise TrilloraError(what, where=where, do=do)
 
     def stop(self) -> None:
         """End a rendering in another thread: the process is killed and not started again."""
@@ -210,6 +211,6 @@ def _outcome(answer: list[Any]) -> Outcome:
     if len(answer) == 3:
         return BadRow(*answer)
     text, supervised, planted, *others = answer
-    cuts, kind, digest, weight, remarks = others
+    cuts, kind, digest, weight, remarks, turns, shape = others
     spans = tuple(map(tuple, supervised)), tuple(map(tuple, planted))
-    return RenderedRow(text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks))
+    return RenderedRow(text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks), turns, shape)

@@ -95,6 +95,8 @@ class RenderedRow:
     digest: int = 0  # hash of the content: equal rows have equal digests
     weight: float = 1.0  # of the row's tokens in the loss
     remarks: tuple[str, ...] = ()  # what of the row is not trained on, to be counted
+    turns: int = 0  # of a conversation
+    shape: str = ""  # of a conversation: "several rounds, system, tools"
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ class Renderer:
         if next(message["role"] for message in chat.messages if message["role"] not in SYSTEM_ROLES) == "assistant":
             remarks.append("The conversation begins with the assistant: its first answer has no question")
         digest = _digest([chat.messages, chat.tools])
-        return RenderedRow(text, supervised, planted, kind="chat", digest=digest, remarks=tuple(remarks))
+        row = RenderedRow(text, supervised, planted, kind="chat", digest=digest, remarks=tuple(remarks))
+        return dataclasses.replace(row, turns=len(chat.messages), shape=_shape(chat))
 
     def prompt(self, chat: Chat) -> RenderedRow:
         """A conversation with a generation prompt at its end. Content cannot become control tokens, as in training."""
@@ -374,6 +377,22 @@ def parse(raw: bytes) -> dict[str, Any]:
         do = 'write each row as {"messages": [...]} or {"text": "..."}'
         raise BadRow(f"This row is {kind_name(value)}, not a JSON object.", do)
     return value
+
+
+def _shape(chat: Chat) -> str:
+    """What kind of conversation it is. Rows of different shapes are worth looking at separately."""
+    messages, roles = chat.messages, [message["role"] for message in chat.messages]
+    parts = {
+        "system": roles[0] in SYSTEM_ROLES,
+        "tools": bool(chat.tools) or any(len(m) > 2 and "tool_calls" in m for m in messages) or "tool" in roles,
+        "thinking": any(
+            "</think>" in (m["content"] or "") or (len(m) > 2 and any(m.get(key) for key in formats.REASONING_KEYS))
+            for m in messages
+            if m["role"] == "assistant"
+        ),
+    }
+    rounds = "several rounds" if roles.count("user") > 1 else "one round"
+    return ", ".join([rounds, *(name for name, is_there in parts.items() if is_there)])
 
 
 def trained_turns(chat: Chat, train_on: str) -> list[int]:

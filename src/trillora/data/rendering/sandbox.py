@@ -21,9 +21,11 @@ from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trillora.data.rendering.formats import REASONING_KEYS
-from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
+from trillora.data.rendering.json_values import shortened
+from trillora.data.rows import BadRow, BadTemplate, Chat, Example, Message, Pair, Text
 
 # Two of Unicode's noncharacters, which valid text does not contain.
+_TOKENS = {"end of print statement": "}}", "end of statement block": "%}"}  # as Jinja calls them
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
 
 
@@ -40,7 +42,9 @@ class ChatTemplate:
         self._source = source
         self._words = dict(words)
         self._environment = environment
-        self._template = _compiled(environment, source, "The chat template")
+        self._template = _compiled(
+            environment, source, "The chat template", "data.chat_template, or the tokenizer's own"
+        )
         self._template.globals = dict(self._template.globals)  # read for every row; a plain dict is the fastest
         self.has_marks = environment.parse(source).find(ExtensionAttribute) is not None
 
@@ -73,8 +77,8 @@ class ChatTemplate:
 
     @cached_property
     def _needs_parts(self) -> bool:
-        """Whether the template writes content that is a list of parts, but drops content that is text. Those of some
-        multimodal models do, such as SmolVLM and LLaVA. llama.cpp and vLLM give them a list of one part too."""
+        """Whether the template writes content that is a list of parts, but drops content that is text. Some multimodal
+        models' templates do, such as SmolVLM and LLaVA. llama.cpp and vLLM give them a list of one part too."""
         question: Message = {"role": "user", "content": OPEN}
         return not self._writes_mark([question]) and self._writes_mark([_with_parts(question)])
 
@@ -107,7 +111,8 @@ class RowTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         self._templates = {
-            name: _compiled(environment, source, f"data.template.{name}") for name, source in sources.items()
+            name: _compiled(environment, source, f"data.template.{name}", f"data.template.{name}")
+            for name, source in sources.items()
         }
 
     def convert(self, row: dict[str, Any]) -> Example:
@@ -150,12 +155,17 @@ class _Generation(Extension):
         return f"{OPEN}{text}{CLOSE}" if self.environment.shows_marks else text
 
 
-def _compiled(environment: ImmutableSandboxedEnvironment, source: str, name: str) -> Template:
+def _compiled(environment: ImmutableSandboxedEnvironment, source: str, name: str, where: str) -> Template:
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
-        what = f"{name} is not a valid Jinja template: {error.message} in line {error.lineno}."
-        raise BadRow(what, "fix the template at the line shown") from None
+        why = (error.message or "it cannot be parsed").rstrip(".")
+        for name_of_token, token in _TOKENS.items():
+            why = why.replace(f"'{name_of_token}'", f"'{token}'").replace(name_of_token, f"'{token}'")
+        line = source.splitlines()[error.lineno - 1 : error.lineno]
+        shown = f": {shortened(line[0].strip(), 100)}" if line else ""
+        what = f"{name} is not a valid Jinja template: {why}."
+        raise BadTemplate(what, where, f"correct line {error.lineno} of the template{shown}") from None
 
 
 def _rendered(template: Template, values: Mapping[str, object], what: str, do: str) -> str:

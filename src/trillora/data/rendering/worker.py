@@ -17,7 +17,7 @@ from typing import Any
 
 from trillora.child_process import read_frame, write_frame
 from trillora.data.rendering.render import MAX_CHARACTERS, Cut, RenderedRow, Renderer, RenderSettings, parse
-from trillora.data.rows import BadRow, Chat
+from trillora.data.rows import BadRow, BadTemplate, Chat
 from trillora.errors import TrilloraError
 
 SECONDS_PER_ROW = 2.0  # of processor time
@@ -44,7 +44,8 @@ def main() -> None:
     try:
         renderer = _limited(lambda: Renderer(RenderSettings(**json.loads(settings[0]))))
     except BadRow as error:
-        write_frame(outgoing, [_answer({"error": [error.what, error.do]})])
+        where = error.where if isinstance(error, BadTemplate) else "data.template or the chat template"
+        write_frame(outgoing, [_answer({"error": [error.what, where, error.do]})])
         return
     write_frame(outgoing, [_answer({"ready": True})])
     while (frame := read_frame(incoming)) is not None:
@@ -54,14 +55,14 @@ def main() -> None:
 
 
 def _answers(renderer: Renderer, rows: list[bytes], format: str, cuts: Sequence[object]) -> list[list[Any]]:
-    """For each row the eight fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses
+    """For each row the ten fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses
     up its limit: the parent decides whether to try the others."""
     answers: list[list[Any]] = []
     for raw, cut in zip(rows, cuts, strict=True):
         try:
             row = _limited(lambda raw=raw, cut=cut: _rendered(renderer, raw, format, cut))
-            found = [row.text, row.supervised, row.planted, row.cuts, row.kind, row.digest, row.weight, row.remarks]
-            answers.append(found)
+            spans = (row.text, row.supervised, row.planted, row.cuts)
+            answers.append([*spans, row.kind, row.digest, row.weight, row.remarks, row.turns, row.shape])
         except BadRow as error:
             answers.append([error.what, error.do, error.past_limit])
             if error.past_limit:

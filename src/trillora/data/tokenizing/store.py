@@ -43,6 +43,8 @@ ROW = np.dtype(
         ("source", "<i2"),  # entry of data.path
         ("kind", "<i1"),
         ("cut", "<i1"),  # whether the row was shortened
+        ("shape", "<i1"),  # index into the description's list of shapes of conversations
+        ("turns", "<i4"),  # of a conversation
     ]
 )
 MAKING = ".making-"  # a folder that is being written: this, the name of the store, a random part
@@ -58,6 +60,10 @@ class Store:
     rows: NDArray[np.void]
     facts: dict[str, Any]  # store.json: archive members, formats, problems, digests of files
     files: list[str]  # their current names
+
+    def shape(self, row: int) -> str:
+        """What kind of conversation the row is; "" for other rows."""
+        return str(self.facts["shapes"][self.rows["shape"][row]])
 
     def place(self, row: int) -> str:
         file, member = self.facts["names"][self.rows["name"][row]]

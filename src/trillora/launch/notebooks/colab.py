@@ -21,39 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trillora.devices.slices import find_slice
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note, ignore_events
 from trillora.files.atomic import make_folder, write_file
 from trillora.files.unpack import unpack
 from trillora.launch.bundle import Bundle
 from trillora.launch.install import TOKEN_FILE
-from trillora.launch.notebooks.document import LARGEST_EMBEDDED, SUFFIX, Target, make_notebook, pack
+from trillora.launch.notebooks.document import LARGEST_EMBEDDED, SUFFIX, make_notebook, pack
 from trillora.launch.notebooks.program import ProgramEnd, call, find_program
 from trillora.launch.notebooks.session import HEADLESS, RESULT, read_result
+from trillora.launch.notebooks.targets import Target
+from trillora.launch.origin import find_release
 
 INSTALL = "install Google's Colab command line: uv tool install google-colab-cli (0.7.4 or newer, Python 3.12)"
 LOGIN = "log in with `colab whoami`, which prints a link"
-# Any other word after --tpu silently becomes a v6e-1, which costs more.
-ACCELERATORS = {"colab": "v5e1", "colab-v6e": "v6e1"}
 LONGEST = 86_400  # seconds of a session
 SHORT = 300  # seconds for a command that only asks
 TRANSFER = 3600  # seconds for an upload or a download
-
-
-def target_of(slice_name: str) -> Target:
-    """The notebook's metadata: they make Colab choose the TPU when the notebook is opened."""
-    name = find_slice(slice_name).name
-    if name not in ACCELERATORS:
-        do = f"use --on {' or --on '.join(ACCELERATORS)}"
-        raise TrilloraError(f"Colab does not have {name}.", where="--on", do=do)
-    metadata: dict[str, Any] = {
-        "accelerator": "TPU",
-        "colab": {"provenance": [], "gpuType": ACCELERATORS[name].upper()},
-        "kernelspec": {"name": "python3", "display_name": "Python 3"},
-        "language_info": {"name": "python"},
-    }
-    return Target(name, metadata)
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,7 @@ class ColabFiles:
     name: str
     notebook: Path
     bundle: Path | None  # None: it is in the notebook
-    accelerator: str
+    target: Target
 
     @property
     def session(self) -> str:
@@ -82,7 +66,7 @@ class ColabFiles:
         uploads += [("TEMPORARY_FILE", f"content/{TOKEN_FILE}")] if send_token else []
         tar = f"{self.name}-results.tar"
         return [
-            ("create", self.command("new", "--tpu", self.accelerator)),
+            ("create", self.command("new", "--tpu", self.target.accelerator)),
             *(("upload", self.command("upload", *words)) for words in uploads),
             ("run", self.command("exec", *self._exec_words())),
             ("fetch", self.command("download", f"content/results/{self.name}/{RESULT}", RESULT)),
@@ -97,7 +81,7 @@ class ColabFiles:
 def write_colab(
     bundle: Bundle,
     out: Path,
-    slice_name: str,
+    target: Target,
     *,
     export: str = "merged",
     prove: bool = True,
@@ -105,24 +89,28 @@ def write_colab(
 ) -> ColabFiles:
     """Writes the notebook, and the bundle next to it if it is too large for the notebook. The same recipe makes the
     same files; other ones are not overwritten."""
-    target = target_of(slice_name)
     notebook, stored = out / f"{bundle.name}.ipynb", out / f"{bundle.name}{SUFFIX}"
     make_folder(out)
+    release = find_release()
     with tempfile.TemporaryDirectory(prefix=".launch-", dir=out) as folder:
-        packed = pack(bundle, Path(folder) / stored.name, listener)
+        packed = pack(bundle, Path(folder) / stored.name, listener, has_wheel=release is None)
         is_small = packed.stat().st_size <= LARGEST_EMBEDDED
-        text = make_notebook(bundle, packed, target, embed=is_small, export=export, prove=prove)
+        text = make_notebook(bundle, packed, target, embed=is_small, release=release, export=export, prove=prove)
         if notebook.exists() and notebook.read_bytes() != text.encode():
             what = "This folder has another notebook of this name."
             raise TrilloraError(what, where=str(notebook), do="remove it, or choose another --out")
         if not is_small:
             os.replace(packed, stored)
         write_file(notebook, text)
-    return ColabFiles(bundle.name, notebook, None if is_small else stored, ACCELERATORS[target.slice_name])
+    return ColabFiles(bundle.name, notebook, None if is_small else stored, target)
 
 
-def require_program() -> None:
-    """Raises an error if Google's program is not installed."""
+def require_program(target: Target) -> None:
+    """Raises an error if Google's program is not installed, or must not be used. It takes other words after --tpu for a
+    v6e-1, and some after --gpu for an A100: both cost more."""
+    if target.backend != "tpu":
+        what = f"Only TPUs are started through Google's program, not {target.chips}."
+        raise TrilloraError(what, where="--run", do="open the notebook in a browser, without --run")
     find_program("colab", INSTALL)
 
 
@@ -142,8 +130,8 @@ class ColabRun:
 
     def run(self) -> dict[str, Any]:
         """Creates, uploads, runs, fetches, stops. Returns what the notebook wrote about its session."""
-        require_program()
-        answer = self._ask("new", "--tpu", self._files.accelerator, seconds=SHORT)
+        require_program(self._files.target)
+        answer = self._ask("new", "--tpu", self._files.target.accelerator, seconds=SHORT)
         if answer.code != 0:
             raise _refusal(answer)
         try:
@@ -208,7 +196,7 @@ class ColabRun:
     def _judge(self, result: Mapping[str, object], ended: ProgramEnd) -> None:
         output = self._files.notebook.with_name(f"{self._files.name}_output.ipynb")
         state = result.get("state")
-        if state == "no-tpu":
+        if state == "no-chip":
             what = "Colab gave a machine without TPU, so nothing was trained."
             raise TrilloraError(
                 what, where=str(result.get("device"))[:300], do="try again later, or use --on colab-v6e"

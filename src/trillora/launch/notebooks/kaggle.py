@@ -5,7 +5,8 @@
     out/session-2/…                     its input is the output of session 1
 
 A session stops half an hour before Kaggle's limit of nine hours, and its output has the checkpoints. The next kernel
-resumes from them. Some metadata keys make Kaggle silently fall back to CPU; `clean_kernel` removes them.
+resumes from them. Some metadata keys make Kaggle silently fall back to CPU; `clean_kernel` removes them. The file
+`target` has the name of the machine: kaggle (the TPU) or 2xt4.
 """
 
 from __future__ import annotations
@@ -19,22 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trillora.devices.slices import KAGGLE
 from trillora.errors import TrilloraError
 from trillora.events import Listener, ignore_events
 from trillora.files.atomic import new_folder, write_file
 from trillora.files.bounded import read_bounded
 from trillora.launch.bundle import RECIPE, Bundle
-from trillora.launch.notebooks.document import SUFFIX, Target, make_notebook, pack, without_platform_keys
+from trillora.launch.notebooks.document import SUFFIX, make_notebook, pack, without_platform_keys
+from trillora.launch.notebooks.targets import Target, find_target
+from trillora.launch.origin import find_release
 
-SHAPE = "TpuV5E8"
+TARGET = "target"
 MAX_SESSIONS = 50
 MAX_NAME = 36  # characters; Kaggle's names have 50, with `trillora-` and the number of the session
 MAX_BYTES = 1 << 20
-NOTEBOOK_METADATA: dict[str, Any] = {
-    "kernelspec": {"name": "python3", "display_name": "Python 3"},
-    "language_info": {"name": "python"},
-}
 # What Kaggle's client reads. It ignores all other keys, so a misspelled one would change nothing and say nothing.
 # `docker_image` and `docker_image_pinning_type` are left out: with an image of its own, a kernel runs on a CPU.
 KERNEL_KEYS = (
@@ -52,6 +50,7 @@ class KaggleFiles:
     owner: str
     name: str
     num_sessions: int
+    target: Target
 
     @property
     def dataset(self) -> Path:
@@ -81,6 +80,7 @@ def write_kaggle(
     bundle: Bundle,
     out: Path,
     owner: str,
+    target: Target,
     *,
     sessions: int = 1,
     export: str = "none",
@@ -91,15 +91,16 @@ def write_kaggle(
     check_owner(owner)
     if out.is_dir() and any(out.iterdir()):
         raise TrilloraError("This folder is not empty.", where=str(out), do="remove it, or choose another --out")
-    files = KaggleFiles(out, owner, bundle.name[:MAX_NAME].rstrip("-"), sessions)
+    files = KaggleFiles(out, owner, bundle.name[:MAX_NAME].rstrip("-"), sessions, target)
+    release = find_release()
     with new_folder(out) as making:
         written = dataclasses.replace(files, folder=making)
         written.dataset.mkdir()
-        packed = pack(bundle, written.dataset / f"{bundle.name}{SUFFIX}", listener)
+        packed = pack(bundle, written.dataset / f"{bundle.name}{SUFFIX}", listener, has_wheel=release is None)
         (written.dataset / RECIPE).write_text(bundle.recipe_text, encoding="utf-8")
         _write_json(written.dataset / "dataset-metadata.json", dataset_metadata(files))
-        target = Target("kaggle", NOTEBOOK_METADATA, KAGGLE.session_hours)
-        text = make_notebook(bundle, packed, target, embed=False, export=export, prove=prove)
+        write_file(making / TARGET, f"{target.name}\n")
+        text = make_notebook(bundle, packed, target, release=release, export=export, prove=prove)
         for number in range(1, sessions + 1):
             home = written.session(number)
             home.mkdir()
@@ -119,16 +120,20 @@ def kernel_metadata(files: KaggleFiles, number: int) -> dict[str, Any]:
         "language": "python",
         "kernel_type": "notebook",
         "is_private": True,
-        "enable_gpu": False,
-        "enable_tpu": True,
+        **machine_keys(files.target),
         "enable_internet": True,
-        "machine_shape": SHAPE,
         "dataset_sources": [files.dataset_id],
         "kernel_sources": [files.kernel_id(number - 1)] if number > 1 else [],
         "competition_sources": [],
         "model_sources": [],
         "keywords": [],
     }
+
+
+def machine_keys(target: Target) -> dict[str, Any]:
+    """The keys that choose the machine."""
+    is_tpu = target.backend == "tpu"
+    return {"enable_gpu": not is_tpu, "enable_tpu": is_tpu, "machine_shape": target.accelerator}
 
 
 def dataset_metadata(files: KaggleFiles) -> dict[str, Any]:
@@ -148,16 +153,17 @@ def open_kaggle(out: Path) -> KaggleFiles:
     if found is None:
         where = f"{out / 'session-1' / 'kernel-metadata.json'}, id"
         raise TrilloraError("The id of this kernel is not of a launch.", where=where, do="write the folder again")
-    return KaggleFiles(out, found[1], found[2], len(numbers))
+    target = find_target("kaggle", _text_of(out / TARGET).strip())
+    return KaggleFiles(out, found[1], found[2], len(numbers), target)
 
 
-def clean_kernel(folder: Path) -> list[str]:
+def clean_kernel(folder: Path, target: Target) -> list[str]:
     """Removes what makes Kaggle run the kernel on a CPU, for example after `kaggle kernels pull -m` into this folder:
     an image of its own, `metadata.kaggle` in the notebook, retired accelerators. Returns what was changed."""
     file = folder / "kernel-metadata.json"
     found = _read_json(file)
     kept = {key: value for key, value in found.items() if key in KERNEL_KEYS}
-    kept |= {"enable_tpu": True, "enable_gpu": False, "machine_shape": SHAPE}
+    kept |= machine_keys(target)
     changed = sorted(key for key in {*found, *kept} if found.get(key) != kept.get(key))
     if changed:
         _write_json(file, kept)
@@ -205,9 +211,16 @@ def _write_json(file: Path, tree: Mapping[str, object]) -> None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(read_bounded(file, MAX_BYTES))
-    except (OSError, ValueError) as error:
-        raise TrilloraError("This file cannot be read.", where=str(file), do="write the folder again") from error
+        tree = json.loads(_text_of(file))
+    except ValueError as error:
+        raise TrilloraError("This file is not JSON.", where=str(file), do="write the folder again") from error
     if not isinstance(tree, dict):
         raise TrilloraError("This file is not a JSON object.", where=str(file), do="write the folder again")
     return tree
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return read_bounded(file, MAX_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise TrilloraError("This file cannot be read.", where=str(file), do="write the folder again") from error

@@ -5,7 +5,8 @@
     client.status()    # [SessionStatus(1, "COMPLETE", "stopped"), SessionStatus(2, "RUNNING", None)]
     client.pull()      # the output of the last kernel that ran
 
-The client exits with 0 although an upload failed, so its texts are read. A kernel that ran without TPU is an error.
+The client exits with 0 although an upload failed, so its texts are read. A kernel that ran without the chips is an
+error.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class SessionStatus:
     number: int
     kernel: str
     kaggle: str | None  # Kaggle's own word; None: it was never pushed
-    state: str | None  # what the notebook wrote: finished, stopped, failed, no-tpu; None: nothing yet
+    state: str | None  # what the notebook wrote: finished, stopped, failed, no-chip; None: nothing yet
     device: str | None = None
 
 
@@ -60,7 +61,7 @@ class KaggleClient:
         """Pushes the data set, once, and the next kernel of the chain. Returns the kernel's id."""
         number = self._next_session()
         folder = self._files.session(number)
-        if changed := clean_kernel(folder):
+        if changed := clean_kernel(folder, self._files.target):
             self._listener(Note(f"Removed from {folder.name}, because Kaggle would use a CPU: {', '.join(changed)}"))
         self._show_quota()
         if not self._files.uploaded.is_file():
@@ -74,10 +75,10 @@ class KaggleClient:
         return self._files.kernel_id(number)
 
     def status(self) -> list[SessionStatus]:
-        """Every kernel of the chain. Raises an error if one ran without TPU."""
+        """Every kernel of the chain. Raises an error if one ran without the chips."""
         found = [self._session_status(number) for number in range(1, self._files.num_sessions + 1)]
         for session in found:
-            _require_tpu(session)
+            self._require_chip(session)
         return found
 
     def pull(self) -> Path:
@@ -103,7 +104,7 @@ class KaggleClient:
             session = self._session_status(number)
             if session.kaggle is None:
                 return number
-            _require_tpu(session)
+            self._require_chip(session)
             if session.kaggle in BUSY:
                 what = f"Session {number} is still running ({session.kaggle})."
                 raise TrilloraError(what, where=session.kernel, do="wait until it ends; --status shows it")
@@ -133,9 +134,9 @@ class KaggleClient:
         device: dict[str, Any] = found_device if isinstance(found_device, dict) else {}
         shown = f"{device.get('count', 0)} x {device.get('kind', '?')}" if device else None
         state = result.get("state")
-        is_cpu = bool(device) and device.get("platform") != "tpu"
+        is_wrong = bool(device) and device.get("platform") != self._files.target.backend
         return SessionStatus(
-            number, kernel, status, "no-tpu" if is_cpu else state if isinstance(state, str) else None, shown
+            number, kernel, status, "no-chip" if is_wrong else state if isinstance(state, str) else None, shown
         )
 
     def _result_of(self, kernel: str) -> dict[str, Any]:
@@ -144,6 +145,18 @@ class KaggleClient:
             pattern = f"^{re.escape(RESULT)}$"
             self._ask("kernels", "output", kernel, "-p", folder, "-o", "-q", "--file-pattern", pattern, seconds=ASK)
             return read_result(Path(folder) / RESULT)
+
+    def _require_chip(self, session: SessionStatus) -> None:
+        if session.state != "no-chip":
+            return
+        is_tpu = self._files.target.backend == "tpu"
+        why = "verify your identity on Kaggle (a phone number is not enough for TPUs), check" if is_tpu else "check"
+        raise TrilloraError(
+            f"Session {session.number} came back from a machine without {'TPU' if is_tpu else 'GPUs'}, so nothing was "
+            "trained.",
+            where=f"{session.kernel}: {session.device or 'no devices'}",
+            do=f"{why} the weekly quota, then `kaggle kernels delete {session.kernel}` and push again",
+        )
 
     # ---- the data set
 
@@ -168,18 +181,17 @@ class KaggleClient:
 
     def _show_quota(self) -> None:
         """How many TPU hours are left this week, if Kaggle says so."""
+        kind, longest = self._files.target.backend.upper(), KAGGLE.session_hours
         answer = self._ask("quota", "--format", "json", seconds=ASK, check=False)
         try:
             rows = json.loads(answer.text[answer.text.index("[") :])
-            [left] = [row["remaining"] for row in rows if row["resource"] == "TPU"]
+            [left] = [row["remaining"] for row in rows if row["resource"] == kind]
             hours = float(str(left).rstrip("h"))
         except (ValueError, KeyError, TypeError):
             return
-        self._listener(Note(f"TPU quota: {hours:.1f} h left this week"))
-        if hours < KAGGLE.session_hours:
-            self._listener(
-                Alarm(f"A session takes up to {KAGGLE.session_hours:.0f} h, but only {hours:.1f} h are left.")
-            )
+        self._listener(Note(f"{kind} quota: {hours:.1f} h left this week"))
+        if hours < longest:
+            self._listener(Alarm(f"A session takes up to {longest:.0f} h, but only {hours:.1f} h are left."))
 
     def _ask(self, *words: str, seconds: float, check: bool = True) -> ProgramEnd:
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
@@ -199,16 +211,6 @@ def require_program() -> str:
     """The path of Kaggle's client: the one of this Python, or the first in PATH."""
     own = Path(sys.executable).with_name("kaggle")
     return str(own) if own.is_file() else find_program("kaggle", INSTALL)
-
-
-def _require_tpu(session: SessionStatus) -> None:
-    if session.state == "no-tpu":
-        raise TrilloraError(
-            f"Session {session.number} came back from a machine without TPU, so nothing was trained.",
-            where=f"{session.kernel}: {session.device or 'no devices'}",
-            do="verify your identity on Kaggle (a phone number is not enough for TPUs), check the weekly quota, then "
-            f"`kaggle kernels delete {session.kernel}` and push again",
-        )
 
 
 def _refusal_line(answer: ProgramEnd) -> str:

@@ -2,7 +2,7 @@
 
     session = Session("chat", folder)    # `folder`: where the bundle was unpacked
     session.install()
-    session.check()                      # on Colab and Kaggle: refuses anything but a TPU
+    session.check()                      # on Colab and Kaggle: refuses a machine without the chips
     session.train()                      # resumes from the kept checkpoints
     session.evaluate(); session.show_report(); session.export("merged"); session.finish()
 
@@ -35,7 +35,7 @@ from typing import Any, Literal
 
 from trillora.devices import listed
 from trillora.errors import EXIT_STOPPED
-from trillora.launch.install import TOKEN_FILE, InstallError, find_uv
+from trillora.launch.install import REQUIREMENTS, TOKEN_FILE, InstallError, find_uv, requirements
 from trillora.locks.sets import PREFERRED_PYTHON, PYTHONS
 from trillora.runs.files import CHECKPOINTS, REPORT_FILE, is_finished
 from trillora.version import __version__
@@ -48,9 +48,13 @@ LAST = 300  # seconds before it, when every process is stopped: what a platform 
 LEAST = 60  # seconds of training that are worth starting
 DRIVE = Path("/content/drive")
 HELP = {
-    "colab": "choose Runtime > Change runtime type > TPU, and run all cells again",
-    "kaggle": "check Settings > Accelerator > TPU v5e-8 and the weekly quota. Kaggle gives TPUs only to accounts with "
-    "a verified identity (a phone number is not enough). Then push the kernel again",
+    ("colab", "tpu"): "choose Runtime > Change runtime type > TPU, and run all cells again",
+    ("colab", "gpu"): "choose Runtime > Change runtime type > T4 GPU, and run all cells again; the driver that "
+    "`!nvidia-smi` shows must be 580 or newer",
+    ("kaggle", "tpu"): "check Settings > Accelerator > TPU v5e-8 and the weekly quota. Kaggle gives TPUs only to "
+    "accounts with a verified identity (a phone number is not enough). Then push the kernel again",
+    ("kaggle", "gpu"): "check Settings > Accelerator > GPU T4 x2 and the weekly quota; the driver that `!nvidia-smi` "
+    "shows must be 580 or newer. Then run all cells again",
 }
 
 
@@ -69,7 +73,8 @@ def find_platform() -> Platform:
 
 
 class Session:
-    """One session of a run. `folder` has the unpacked bundle; `hours` is the time limit of the session."""
+    """One session of a run. `folder` has the unpacked bundle; `hours` is the time limit of the session; `packages` are
+    a set and what is added to it."""
 
     def __init__(
         self,
@@ -78,12 +83,15 @@ class Session:
         *,
         secrets: Sequence[str] = ("HF_TOKEN",),
         hours: float | None = None,
+        backend: Literal["tpu", "gpu"] = "tpu",
         devices: int = 1,
+        packages: Sequence[str] = ("tpu",),
         checkpoint_url: str | None = None,
     ) -> None:
         self.name, self.folder, self.platform = name, folder, find_platform()
         self._started = time.monotonic()
-        self._secrets, self._hours, self._num_devices = secrets, hours, devices
+        self._secrets, self._hours = secrets, hours
+        self._backend, self._num_devices, self._packages = backend, devices, packages
         self._checkpoint_url = checkpoint_url
         self._python = sys.executable
         self._environment = clean_environment(os.environ, self.platform)
@@ -103,7 +111,7 @@ class Session:
     # ---- before training
 
     def install(self) -> None:
-        """Makes an environment with exactly the packages that were tested for TPUs: the image's own are others, and
+        """Makes an environment with exactly the packages of a set that was tested: the image's own are others, and
         change. On a machine that is neither Colab nor Kaggle, an installed Trillora of this version is used."""
         if self.platform == "local" and self._has_trillora():
             print(f"Trillora {__version__} is already installed.")
@@ -113,15 +121,19 @@ class Session:
         except InstallError as error:
             raise SessionError(str(error)) from error
         self._environment["PATH"] = f"{Path(uv).parent}{os.pathsep}{self._environment.get('PATH', '')}"
-        home, (first, last) = self.folder / "venv", PYTHONS["tpu"]
+        home, (first, last) = self.folder / "venv", PYTHONS[self._packages[0]]
         python = sys.executable if first <= sys.version_info[:2] <= last else PREFERRED_PYTHON
         self._python = str(home / "bin" / "python")
         if not home.exists():
             print("Installing Trillora and the libraries that it was tested with, in an environment of their own.")
             self._require([uv, "venv", "--quiet", "--python", python, str(home)], "No environment can be made")
-        wheel = next(self.folder.glob("*.whl"))
-        code = "import sys; sys.path.insert(0, sys.argv[2]); from trillora.launch.install import main; sys.exit(main())"
-        self._require([self._python, "-P", "-c", code, str(self.folder), str(wheel)], "The installation failed")
+        wheel = next(self.folder.glob(f"trillora-{__version__}-*.whl"))
+        if not (self.folder / REQUIREMENTS).is_file():  # it comes with a bundle
+            (self.folder / REQUIREMENTS).write_text(requirements(self._packages, wheel), "utf-8")
+        code = "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+        code += "from trillora.launch.install import main; sys.exit(main())"
+        words = [str(wheel), str(self.folder), self._packages[0]]
+        self._require([self._python, "-P", "-c", code, *words], "The installation failed")
 
     def keep_results(self) -> None:
         """Colab: mounts Google Drive, where the results outlive the session. The mount asks for permission."""
@@ -149,19 +161,18 @@ class Session:
                 print(f"{name}: found")
 
     def check(self, *, prove: bool = True) -> None:
-        """Refuses a machine without TPU on Colab and Kaggle. With `prove`, `trillora doctor` checks everything else,
-        and a tiny model is trained on the chips and compared with recorded values."""
+        """Refuses a machine without the chips on Colab and Kaggle. With `prove`, `trillora doctor` checks the rest, and
+        a tiny model is trained on the chips and compared with recorded values."""
         found = self._devices()
         self._save(device=found)
         print(f"Devices: {found.get('count', 0)} x {found.get('kind', 'unknown')} ({found.get('platform', 'none')})")
         if self.platform == "local":
             print("This is neither Colab nor Kaggle: any device is accepted.")
-        elif found.get("platform") != "tpu" or found.get("count") != self._num_devices:
-            self._save(state="no-tpu")
-            why = f": {found['error']}" if "error" in found else "."
-            raise SessionError(
-                f"This session has no TPU with {self._num_devices} device(s){why}\n  do: {HELP[self.platform]}."
-            )
+        elif found.get("platform") != self._backend or found.get("count") != self._num_devices:
+            self._save(state="no-chip")
+            why, do = f": {found['error']}" if "error" in found else ".", HELP[self.platform, self._backend]
+            what = f"This session does not have {self._num_devices} x {self._backend.upper()}{why}"
+            raise SessionError(f"{what}\n  do: {do}.")
         self._save(state="started")
         if prove:
             self._trillora("doctor", what="This machine cannot be used")

@@ -8,7 +8,16 @@ from trillora.data.excerpt import shortened
 from trillora.data.summary import DataReport
 from trillora.errors import TrilloraError
 from trillora.files.atomic import write_file
-from trillora.report.data.text import bad_rows_by_reason, bins_and_edge, say_epoch, say_lost, say_rows, say_verdict
+from trillora.report.data.text import (
+    bad_rows_by_reason,
+    bins_and_edge,
+    say_bin,
+    say_epoch,
+    say_example,
+    say_lost,
+    say_rows,
+    say_verdict,
+)
 from trillora.report.html import Tile, TokenShare, render
 
 
@@ -31,10 +40,11 @@ def page(report: DataReport) -> str:
         figures=_figures(report),
         tokens=_tokens(report),
         epoch=say_epoch(report),
+        say_bin=say_bin,
         bins=bins_and_edge(report.lengths) if report.lengths else (),
         too_long="bad-fill" if report.lost is not None and report.lost.rows else "edge-fill",  # split, not lost
         lost=say_lost(report),
-        pieces=shortened(report.example.pieces) if report.example else (),
+        examples=[(each.place, say_example(each), shortened(each.pieces)) for each in report.examples],
         bad_rows=bad_rows_by_reason(report) if report.bad_rows else (),
         row_facts=say_rows(report),
     )

@@ -11,13 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from trillora.data.excerpt import ExcerptPiece, Gap, shortened
-from trillora.data.summary import DataReport
+from trillora.data.summary import DataReport, ExampleFacts
 from trillora.errors import TrilloraError
 from trillora.report.data.text import (
     bad_rows_by_reason,
     bins_and_edge,
     nearby,
+    nearby_first,
+    say_bin,
     say_epoch,
+    say_example,
     say_lost,
     say_rows,
     say_verdict,
@@ -38,7 +41,7 @@ def show(report: DataReport, console: Console) -> None:
     _show_bad_rows(report, console)
     _show_tokens(report, console)
     _show_lengths(report, console)
-    _show_example(report, console)
+    show_examples(report, console)
     _show_verdict(report, console)
 
 
@@ -79,12 +82,14 @@ def _show_rows(report: DataReport, console: Console) -> None:
 
 
 def _show_remarks(report: DataReport, console: Console) -> None:
-    if not report.remarks:
+    if not report.remarks and not report.notes:
         return
     _title(console, "Remarks")
     table = _grid(2, right=(0,))
     for remark, num_rows in report.remarks.items():
         table.add_row(Text(format_count(num_rows, "row", "rows"), "yellow"), Text(visible(remark)))
+    for note in report.notes:
+        table.add_row("", Text(nearby_first(note)))
     _print(console, table)
 
 
@@ -132,7 +137,7 @@ def _show_lengths(report: DataReport, console: Console) -> None:
                 table.add_row(Text(f"{report.sequence_length:,}", "bold yellow"), "", Text(edge, "bold yellow"))
             else:
                 bar = Text(_bar(bin.rows, most, console), "green" if bin.fits else too_long)
-                table.add_row(f"{bin.first:,} to {bin.last:,}", f"{bin.rows:,}", bar)
+                table.add_row(say_bin(bin), f"{bin.rows:,}", bar)
         _print(console, table)
         middle = f"median {lengths.median:,}, 95th percentile {lengths.percentile_95:,}, longest {lengths.longest:,}"
         _print(console, Text(middle))
@@ -148,16 +153,18 @@ def _draws(console: Console) -> bool:
     return console.encoding.lower().startswith("utf")
 
 
-def _show_example(report: DataReport, console: Console) -> None:
-    example = report.example
-    if example is None:
-        return
-    _title(console, "Example")
+def show_examples(report: DataReport, console: Console) -> None:
+    """The rows with what is trained of them."""
+    for number, example in enumerate(report.examples):
+        _title(console, "Example" if not number else "Another, of another kind")
+        _show_example(example, console)
+
+
+def _show_example(example: ExampleFacts, console: Console) -> None:
     has_colours = console.color_system is not None and not console.no_color
     legend = [("trained", TRAINED), ("context", MASKED), ("special token", SPECIAL)]
-    amount = f"{example.trained_tokens:,} of {example.tokens:,} tokens trained"
     key = [part for word, style in legend for part in ((word, style), " ")] if has_colours else ["⟦trained⟧"]
-    _print(console, Text.assemble(f"{nearby(example.place)}  {example.kind}, {amount}  ", *key))
+    _print(console, Text.assemble(f"{nearby(example.place)}  {say_example(example)}  ", *key))
     console.print()
     short = shortened(example.pieces)
     _print(console, coloured(short) if has_colours else bracketed(short))

@@ -6,7 +6,7 @@ import os
 
 from trillora.data.lengths import Bin, Lengths
 from trillora.data.prepare import DataProblem, reason_of
-from trillora.data.summary import DataReport, DataVerdict
+from trillora.data.summary import DataReport, DataVerdict, ExampleFacts
 from trillora.report.numbers import format_count
 from trillora.safe_text import visible
 
@@ -16,6 +16,9 @@ def say_verdict(report: DataReport) -> DataVerdict:
     if report.verdict.ready or not report.bad_rows or report.on_bad_row != "refuse":
         return report.verdict
     rows = format_count(report.bad_rows, "row is", "rows are")
+    if not report.rows:
+        do = report.first_bad_rows[0].do if len(report.reasons) == 1 else "fix the bad rows shown: no row can be used"
+        return DataVerdict(False, f"{rows} bad, and none is good.", do=do)
     return DataVerdict(False, f"{rows} bad.", do="fix the bad rows shown, or set data.on_bad_row to skip")
 
 
@@ -39,7 +42,9 @@ def say_lost(report: DataReport) -> str:
         texts = format_count(lost.split_rows, "long text is", "long texts are")
         split = f" {texts} split into pieces of {report.sequence_length:,} tokens."
     if not lost.rows:
-        return f"Nothing is lost:{split or f' every row fits into {report.sequence_length:,} tokens.'}"
+        rows = "every other row" if report.bad_rows else "every row"
+        none = "No row is too long" if report.bad_rows else "Nothing is lost"
+        return f"{none}:{split or f' {rows} fits into {report.sequence_length:,} tokens.'}"
     rows = format_count(lost.rows, "row is", "rows are")
     if lost.refused:  # the verdict has the numbers
         return f"{rows} too long; training would refuse.{split}"
@@ -80,6 +85,7 @@ def say_rows(report: DataReport) -> list[tuple[str, str]]:
     facts = [
         ("rows", f"{report.rows:,}  ({_counts(report.kinds)})"),
         ("bad rows", f"{report.bad_rows:,}  ({fate})" if report.bad_rows else "none"),
+        *([("conversations", _counts(report.shapes, "; "))] if report.shapes else []),
         ("duplicates", f"{report.duplicate_rows:,}" if report.duplicate_rows else "none"),
     ]
     if report.shortened_rows:
@@ -94,8 +100,24 @@ def say_rows(report: DataReport) -> list[tuple[str, str]]:
         owner = report.chat_template.owner
         whose = "the tokenizer's own" if owner == "tokenizer" else visible(nearby(owner))
         facts.append(("chat template", f"{whose}  (sha256 {report.chat_template.sha256[:12]})"))
-    facts.append(("train on", report.train_on))
+    facts.append(("train on", f"auto  ({_auto(report.kinds)})" if report.train_on == "auto" else report.train_on))
     return facts
+
+
+_TRAINED_BY_AUTO = {
+    "chat": "the answers of chats",
+    "pair": "the completions",
+    "text": "the whole of texts",
+}
+
+
+def _auto(kinds: dict[str, int]) -> str:
+    """What `data.train_on: auto` means for these rows."""
+    return ", ".join(words for kind, words in _TRAINED_BY_AUTO.items() if kinds.get(kind)) or "no row"
+
+
+def say_bin(bin: Bin) -> str:
+    return f"{bin.first:,} to {bin.last:,}" if bin.last > bin.first else f"{bin.first:,}"
 
 
 def nearby(path: str) -> str:
@@ -104,5 +126,18 @@ def nearby(path: str) -> str:
     return visible(os.path.relpath(path) if inside else path).replace("\n", "\\n")
 
 
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"
+def nearby_first(note: str) -> str:
+    """A note about a file with its path as in `nearby`."""
+    path, colon, rest = note.partition(": ")
+    return f"{nearby(path)}{colon}{visible(rest)}"
+
+
+def say_example(example: ExampleFacts) -> str:
+    """What the row is, and how much of it is trained."""
+    turns = f" of {format_count(example.turns, 'turn', 'turns')}" if example.turns else ""
+    shape = f" ({example.shape})" if example.shape else ""
+    return f"{example.kind}{turns}{shape}, {example.trained_tokens:,} of {example.tokens:,} tokens trained"
+
+
+def _counts(counts: dict[str, int], separator: str = ", ") -> str:
+    return separator.join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from trillora.events import Score
 from trillora.report.numbers import format_count, format_loss
-from trillora.report.run.adapter_curves import Look, looks_of
 from trillora.report.run.adapters import NOT_ENDED, AdapterRecord, edge_of_rates
+from trillora.report.run.curves.several_adapters import Look, looks_of
 from trillora.report.run.parse import words
 from trillora.report.run.read import RunRecord
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from trillora.evaluation.scores import is_right
 from trillora.events import Sample, Sampled
-from trillora.report.run.read import RunRecord, step_of_adapter
+from trillora.report.run.delivered import step_of_adapter
+from trillora.report.run.read import RunRecord
 
 MAX_SAMPLES = 12
 MAX_CHARACTERS = 3000  # of one text; a longer one loses its middle

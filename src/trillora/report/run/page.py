@@ -26,11 +26,11 @@ from trillora.report.numbers import (
     format_short,
     format_time,
 )
-from trillora.report.run.adapter_curves import adapter_curves, hues_of
 from trillora.report.run.adapter_tables import adapters_table, scores_table
 from trillora.report.run.adapters import MAX_ADAPTERS
 from trillora.report.run.answers import answers
-from trillora.report.run.curves import curves
+from trillora.report.run.curves.one_adapter import curves
+from trillora.report.run.curves.several_adapters import adapter_curves, hues_of
 from trillora.report.run.eval_scores import eval_scores
 from trillora.report.run.parse import count, words
 from trillora.report.run.read import RunRecord
@@ -157,8 +157,8 @@ def _figures(run: RunRecord) -> list[Tile]:
     if peaks := _known(step.peak_fraction for step in run.steps):
         tiles.append(Tile("of peak FLOP/s", format_percent(statistics.median(peaks))))
     if memory := _known(step.memory_gib for step in run.steps):
-        whose = "of the process" if words(run.manifest.environment.get("backend")) == "cpu" else "of a device"
-        tiles.append(Tile(f"peak memory {whose}, measured", format_number(max(memory)), unit="GiB"))
+        whose = "process" if words(run.manifest.environment.get("backend")) == "cpu" else "device"
+        tiles.append(Tile(f"{whose} memory, measured", format_number(max(memory)), unit="GiB"))
     skipped = max(sum(step.skipped for step in steps), len(run.skips))
     if run.steps:
         tiles.append(Tile("skipped steps", f"{skipped:,}", is_alarm=skipped > 0))

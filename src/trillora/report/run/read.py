@@ -218,33 +218,3 @@ def _bytes_of(file: Path) -> bytes:
         return read_bounded(file, MAX_FILE)
     except (OSError, ValueError):  # missing, unreadable, a pipe or too large: the report shows the rest
         return b""
-
-
-def step_of_adapter(run: RunRecord, name: str = "") -> int | None:
-    """The step of the run's adapter, or of one of several. None if there is none yet, or if it is not known."""
-    if not run.adapters:
-        return run.manifest.adapter.step if run.adapter == "adapter" else None
-    adapter = next((adapter for adapter in run.adapters if adapter.name == name), None)
-    return None if adapter is None else adapter.step
-
-
-def adapter_in_words(run: RunRecord) -> str:
-    """Where the adapter comes from: "The adapter is from step 16, the best on validation data; the run continued to
-    step 32." Empty if there is none yet. Of phases, each has its own step."""
-    best, step = run.best, step_of_adapter(run, run.best.name if run.best else "")
-    if step is None:
-        return ""
-    if best is not None:
-        is_best, last = step == best.best_step, best.last_step
-        return _sentence(f"The adapter is {best.name} from step {step:,}", step, last, is_best)
-    source = run.manifest.adapter
-    if source.why:
-        return f"The adapter is from step {step:,}, not the best on validation data."
-    return _sentence(f"The adapter is from step {step:,}", step, run.last_step, source.evaluation_loss is not None)
-
-
-def _sentence(start: str, step: int, last: int, is_best: bool) -> str:
-    if not is_best:
-        return f"{start}, the last one." if step == last else f"{start}."
-    after = f"; the run continued to step {last:,}." if step < last else ", and the last."
-    return f"{start}, the best on validation data{after}"

@@ -13,7 +13,8 @@ from trillora.own_command import runnable
 from trillora.report.numbers import format_count, format_duration, format_number, format_percent
 from trillora.report.run.adapter_tables import summary
 from trillora.report.run.answers import answers_in_words
-from trillora.report.run.read import RunRecord, adapter_in_words, step_of_adapter
+from trillora.report.run.delivered import adapter_in_words, step_of_adapter
+from trillora.report.run.read import RunRecord
 from trillora.runs.files import ADAPTER
 from trillora.secrets import mask_secrets, secrets_of_environment
 
@@ -79,7 +80,8 @@ def _change_of_loss(run: RunRecord) -> tuple[str, ...]:
         return ()
     change = after.loss / before.loss - 1
     how = "fell" if change < 0 else "rose"
-    words = f"Evaluation loss {how} by {format_percent(round(abs(change), 2))}, "
+    until = "" if step_of_adapter(run) == after.step else f" until step {after.step:,}"
+    words = f"Evaluation loss {how} by {format_percent(round(abs(change), 2))}{until}, "
     words += f"from {format_number(before.loss)} to {format_number(after.loss)}"
     if math.isfinite(before.accuracy) and math.isfinite(after.accuracy):
         words += f"; token accuracy changed from {format_percent(before.accuracy)} to {format_percent(after.accuracy)}"
@@ -88,10 +90,13 @@ def _change_of_loss(run: RunRecord) -> tuple[str, ...]:
 
 def before_and_after(run: RunRecord) -> tuple[Evaluated, Evaluated] | None:
     """The first evaluation of the last stage, and that of the run's adapter; of an unfinished run, the last one. Each
-    stage has its own evaluation set. Of several adapters, the first and the best evaluation of the best one."""
+    stage has its own evaluation set. Of several adapters, the same of the best one."""
     if run.adapters:
         best = run.best
-        return (best.evaluations[0], best.best) if best is not None and best.best is not None else None
+        if best is None or best.best is None:
+            return None
+        step = step_of_adapter(run, best.name)
+        return best.evaluations[0], next((event for event in best.evaluations if event.step == step), best.best)
     if not run.evaluations:
         return None
     stage = run.evaluations[-1].stage

@@ -34,14 +34,11 @@ WAITS = (
     Wait("trillora.training.saver", "", STORAGE, at_least=120.0),
     Wait("trillora.files", "", "the disk of the run's folder"),
     Wait("trillora.tracking", "", "a tracking service"),
-    Wait("trillora.training.loop", "placed_batches", DATA),
-    Wait("trillora.training.group.loop", "placed_calls", DATA),
-    Wait("trillora.training.loop", "StageLoop._measure", None),
-    Wait("trillora.training.group.loop", "GroupLoop._settle", None),
-    Wait("trillora.training.loop", "StageLoop._report", DEVICE),
-    Wait("trillora.training.group.loop", "GroupLoop._report", DEVICE),
+    Wait("trillora.training.entries.stepper", "made_ahead", DATA),
+    Wait("trillora.training.loop", "EntryLoop._settle", None),
+    Wait("trillora.training.loop", "EntryLoop._report", DEVICE),
     Wait("trillora.step.compile_guard", "Programs.__call__", DEVICE),
-    Wait("trillora.training.group.loop", "GroupLoop._step", DEVICE),
+    Wait("trillora.training.loop", "EntryLoop._step", DEVICE),
 )
 OTHER = Wait("", "", "its own code on the host")
 

@@ -1,4 +1,4 @@
-"""What of a row does not reach the training text is refused or counted, never dropped in silence."""
+"""What of a row does not reach the training text is refused or counted, never dropped silently."""
 
 from __future__ import annotations
 

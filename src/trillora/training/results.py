@@ -1,8 +1,9 @@
-"""What a group of adapters leaves: adapters in PEFT's format, the scores of the phases, and `group.json`.
+"""What a run leaves: its adapter in PEFT's format; of several adapters also scores and `group.json`.
 
+runs/first/adapter/              the last stage's adapter, the merged phases, the best of a sweep, or the winner among
+                                 learning rates
 runs/skills/adapters/code/       one folder per phase
-runs/skills/adapter/             the merged phases, the best of a sweep, or the winner among learning rates
-runs/skills/group.json           how each adapter ended, and which one was chosen
+runs/skills/group.json           how each of several adapters ended, and which one was chosen
 """
 
 from __future__ import annotations
@@ -37,64 +38,78 @@ from trillora.model.adapters import (
 )
 from trillora.model.layout import Tree
 from trillora.model.loading.source import OpenModel
-from trillora.recipe.group import Group
+from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import LoraSection, Recipe
 from trillora.report.run.adapters import edge_of_rates
-from trillora.runs.files import ADAPTER, ADAPTERS, GROUP_FILE
-from trillora.runs.manifest import AdapterResult, GroupResult
-from trillora.step.build import Assembly, assemble, lora_spec
+from trillora.runs.files import ADAPTER, ADAPTERS, GROUP_FILE, MANIFEST_FILE
+from trillora.runs.manifest import AdapterResult, AdapterSource, GroupResult, RunManifest
+from trillora.step.adapter_spec import lora_spec
+from trillora.step.build import Assembly, assemble
 from trillora.step.group import padded, padding_of, scaled, widest, without_padding
-from trillora.training.group.loop import GroupRun, Member
-from trillora.training.group.position import GroupPosition, MemberPosition
-from trillora.training.group.state_files import Kept
-from trillora.training.loop import Diverged
-from trillora.training.validation import Evaluator
+from trillora.training.entries.timeline import Entry
+from trillora.training.loop import Diverged, Run
+from trillora.training.state.position import MemberPosition
+from trillora.training.validation import Evaluator, Measures
 
 UNFINISHED = "merged-unfinished"  # the merged adapter, until it is scored
 
 
-class GroupResults:
-    """Writes the results of a group whose training is over."""
+class Results:
+    """Writes the results of a run whose training is over. `entry` is the last one."""
 
     def __init__(
         self,
         recipe: Recipe,
-        group: Group,
-        run: GroupRun,
-        base: Tree,
-        position: GroupPosition,
-        kept: Kept,
+        entry: Entry,
+        run: Run,
+        assembly: Assembly,
+        settings: StepSettings,
+        measures: Sequence[Measures],
         opened: OpenModel,
     ) -> None:
-        self._recipe, self._group, self._run, self._base = recipe, group, run, base
-        self._position, self._kept, self._opened = position, kept, opened
+        """`settings`: of the entry's widest step. `measures`: of its adapters; empty if nothing was left to train."""
+        self._recipe, self.entry, self._run, self._opened = recipe, entry, run, opened
+        self._assembly, self._settings, self._measures, self._kept = assembly, settings, measures, run.kept
 
-    def write(self) -> Path | None:
-        """Returns the folder of the run's adapter, if there is one. Raises `Diverged` if an adapter that the user asked
-        for is missing; the others are written before."""
+    def write(self, of_run: RunManifest) -> Path | None:
+        """Returns the folder of the run's adapter, if there is one. Raises
+        `Diverged` if an adapter that the user asked for is missing; the others are written before."""
+        folder = self._run.folder.path / ADAPTER
+        if self.entry.is_single:
+            if jax.process_index() == 0:
+                [own] = self._run.position.members
+                step = self._step_of(own)
+                source = AdapterSource(step, own.best_loss if step == own.best_step else None)
+                self._run.folder.write(MANIFEST_FILE, dataclasses.replace(of_run, adapter=source).to_json())
+                self._write_adapter(self.entry.members[0], self._run.folder.path, ADAPTER)
+            return folder
+        return folder if self._write_several() else None
+
+    def _write_several(self) -> bool:
+        """Returns whether the run has an adapter."""
         run, folders = self._run, dict[str, Path]()
         if not self._kept:
             raise self._diverged("Training diverged: none of the adapters could be trained.")
         best = self._best()
-        wants_all = self._group.kind == "phases" or (self._recipe.sweep and self._recipe.sweep.keep == "all")
+        wants_all = self.entry.kind == "phases" or (self._recipe.sweep and self._recipe.sweep.keep == "all")
         if jax.process_index() == 0:
-            for member in run.members if wants_all else ():
+            for member in self.entry.members if wants_all else ():
                 if member.name in self._kept:
                     folders[member.name] = self._write_adapter(member, run.folder.path / ADAPTERS, member.name)
             if best is not None:
                 folders.setdefault(best.name, self._write_adapter(best, run.folder.path, ADAPTER))
-        diverged = [name for name, own in self._ends() if own.status == "diverged"]
+        diverged = [own.name for own in run.position.members if own.status == "diverged"]
         merged = self._merge(folders, diverged)
-        if self._group.kind == "phases":
+        if self.entry.kind == "phases":
             self._score(merged)
         if merged is not None:  # now, because a run with this folder counts as finished
             adapter = run.folder.path / ADAPTER
             os.rename(merged.adapter, adapter)
             write_merge_facts(dataclasses.replace(merged, adapter=adapter))
         self._write_summary(best, folders, merged)
-        if diverged and self._group.kind == "phases":
+        if diverged and self.entry.kind == "phases":
             raise self._diverged(f"{', '.join(diverged)} diverged; the adapters of the other phases are written.")
-        return run.folder.path / ADAPTER if best is not None or merged is not None else None
+        return best is not None or merged is not None
 
     def _merge(self, folders: Mapping[str, Path], diverged: Sequence[str]) -> MergeResult | None:
         """Merges the adapters of all phases, if the recipe asks for it."""
@@ -110,7 +125,7 @@ class GroupResults:
         try:
             # The changes are compared with their definition; for logits the base would be loaded a second time.
             return merge_adapters(
-                [folders[name] for name in run.names],
+                [folders[name] for name in self.entry.names],
                 section.options,
                 target,
                 prefix="merge.",
@@ -121,80 +136,85 @@ class GroupResults:
             run.listener(Alarm(f"The phases are not merged: {error.what} `trillora merge` can merge them later."))
             return None
 
-    def _ends(self) -> list[tuple[str, Any]]:
-        return list(zip(self._run.names, self._position.members, strict=True))
-
-    def _best(self) -> Member | None:
+    def _best(self) -> StageData | None:
         """The adapter of a sweep or search that becomes the run's; phases have none."""
-        if self._group.kind == "phases":
+        if self.entry.kind == "phases":
             return None
-        usable = [(own, number) for number, (name, own) in enumerate(self._ends()) if name in self._kept]
-        if len(usable) > 1 and all(own.best_loss is None for own, _ in usable):
+        members = self._run.position.members
+        usable = [number for number, own in enumerate(members) if own.name in self._kept]
+        if len(usable) > 1 and all(members[number].best_loss is None for number in usable):
             return None  # nothing to compare them by
-        loss, number = min((math.inf if own.best_loss is None else own.best_loss, number) for own, number in usable)
-        member = self._run.members[number]
+        losses = {number: members[number].best_loss for number in usable}
+        loss, number = min((math.inf if loss is None else loss, number) for number, loss in losses.items())
         shown = f", with the lowest evaluation loss: {loss:.4f}" if math.isfinite(loss) else ""
-        self._run.listener(Note(f"The adapter of this run is {member.name}{shown}"))
-        rates = [each.stage.recipe.train.rate for each in self._run.members]
-        if hint := edge_of_rates(member.stage.recipe.train.rate, rates):
+        self._run.listener(Note(f"The adapter of this run is {members[number].name}{shown}"))
+        member = self.entry.members[number]
+        if hint := edge_of_rates(member.recipe.train.rate, [each.recipe.train.rate for each in self.entry.members]):
             self._run.listener(Note(hint))
         return member
 
-    def _write_adapter(self, member: Member, folder: Path, name: str) -> Path:
+    def _step_of(self, own: MemberPosition) -> int:
+        """The step that the weights of an adapter are from."""
+        [stage] = (stage for stage in self.entry.members if stage.name == own.name)
+        return own.best_step if own.best_step and stage.recipe.evaluate.keep_best else own.step
+
+    def _write_adapter(self, stage: StageData, folder: Path, name: str) -> Path:
         """Writes one adapter in PEFT's format, and reads it back."""
-        run, own = self._run, self._position.members[self._run.members.index(member)]
-        model, spec = run.assembly.model, lora_spec(member.stage.recipe.lora)
-        kept, target = self._kept[member.name], folder / name
+        run, model = self._run, self._assembly.model
+        [own] = (own for own in run.position.members if own.name == stage.name)
+        kept, target, run_name = self._kept[stage.name], folder / name, run.folder.path.resolve().name
         check_changes_something(kept, str(target))
+        spec = lora_spec(stage.recipe.lora, num_new_tokens=len(stage.recipe.tokens or ()))
         files = adapter_files(kept, model.module, model.targets, spec, self._opened.base_name)
-        files |= member.stage.files_with_adapter(self._opened)
-        title = run.folder.path.resolve().name if name == ADAPTER else f"{run.folder.path.resolve().name}-{name}"
-        part = member.stage.name if self._group.kind == "phases" else None
+        files |= stage.files_with_adapter(self._opened)
+        title = run_name if name == ADAPTER else f"{run_name}-{name}"
+        part = stage.name if self.entry.kind == "phases" else None
         card = adapter_card(files[CONFIG_FILE], run.folder.path, name=title, part=part)
         with run.folder.reported(target):
-            summed = with_checksums(_kept_step(member, own), files)
+            summed = with_checksums(self._step_of(own), files)
             LocalStorage(folder).write(name, {CARD_FILE: card.encode(), **summed})
         check_written(target, files)
-        is_best = _kept_step(member, own) == own.best_step
-        of_best = f": step {own.best_step}, which had the best evaluation" if is_best else ""
-        run.listener(Note(f"Adapter {member.name} written to {target}{of_best}"))
+        which = "Adapter" if self.entry.is_single else f"Adapter {stage.name}"
+        is_last = self._step_of(own) == own.step
+        of_best = "" if is_last else f": step {self._step_of(own)}, which had the best evaluation"
+        run.listener(Note(f"{which} written to {target}{of_best}"))
         return target
 
     # ---- scores
 
     def _score(self, merged: MergeResult | None) -> None:
         """Evaluates the base model, every adapter and the merged one on the held-out rows of every phase."""
-        rows = [(member.stage, *_held_out(member.stage)) for member in self._run.members]
+        run, rows = self._run, [(stage, *_held_out(stage)) for stage in self.entry.members]
         if any(documents is None for _, _, documents in rows):
-            self._run.listener(Note("No scores: not every phase holds out rows (data.split)"))
+            run.listener(Note("No scores: not every phase holds out rows (data.split)"))
             return
         which: Literal["test", "validation"] = "test" if all(part == "test" for _, part, _ in rows) else "validation"
         adapters = {"base": self._placed(None)}
-        adapters |= {name: self._placed(name) for name in self._run.names if name in self._kept}
+        adapters |= {name: self._placed(name) for name in self.entry.names if name in self._kept}
         scores: list[Score] = []
         evaluator = of_merged = None
         whole = None if merged is None else self._merged_model(merged.adapter)
         total = len(rows) * (len(adapters) + (whole is not None))
         for stage, _, documents in rows:
             assert documents is not None
-            evaluator = self._evaluator(self._run.assembly, stage, documents, evaluator)
+            evaluator = self._evaluator(self._assembly, stage, documents, evaluator)
             for name, adapter in adapters.items():
-                self._run.listener(Progress("Scores of the adapters", len(scores), total))
-                scores.append(_measured(evaluator, name, stage, adapter, self._base))
+                run.listener(Progress("Scores of the adapters", len(scores), total))
+                scores.append(_measured(evaluator, name, stage, adapter, run.base))
             if whole is not None:
                 of_merged = self._evaluator(whole[0], stage, documents, of_merged, is_new=of_merged is None)
-                scores.append(_measured(of_merged, "merged", stage, whole[1], self._base))
-        self._run.listener(Progress("Scores of the adapters", total, total))
-        self._run.listener(Scored(self._position.step, which, tuple(scores)))
+                scores.append(_measured(of_merged, "merged", stage, whole[1], run.base))
+        run.listener(Progress("Scores of the adapters", total, total))
+        run.listener(Scored(run.position.global_step, which, tuple(scores)))
 
     def _merged_model(self, folder: Path) -> tuple[Assembly, Tree]:
         """The model with the rank of the merged adapter, and that adapter on the devices."""
-        run = self._run
+        mesh = self._assembly.mesh
         spec, matrices = load_adapter(folder)
-        recipe, config = widest(self._group.members), run.assembly.model.module.config
+        recipe, config = widest(self.entry.members), self._assembly.model.module.config
         lora = LoraSection(rank=spec.rank, alpha=spec.alpha, targets=recipe.lora.targets, exclude=recipe.lora.exclude)
         own = recipe.model_copy(update={"lora": lora})
-        assembly = assemble(own, run.settings, config, run.assembly.mesh, 1)
+        assembly = assemble(own, self._settings, config, mesh, 1)
         fitted = fit_adapter(matrices, assembly.model.adapter_layout, where=str(folder))
         return assembly, {key: jax.device_put(array, assembly.adapter_shardings[key]) for key, array in fitted.items()}
 
@@ -208,9 +228,9 @@ class GroupResults:
         is_new: bool = False,
     ) -> Evaluator:
         recipe = stage.recipe
-        known = next((m.measures.evaluator for m in self._run.members if m.measures.evaluator), None)
+        known = next((one.evaluator for one in self._measures if one.evaluator), None)
         other = like or known
-        size = self._run.settings.micro_batch_size if other is None else other.batches.batch_size
+        size = self._settings.micro_batch_size if other is None else other.batches.batch_size
         like = None if is_new else other
         batches = Batches(
             documents,
@@ -223,10 +243,10 @@ class GroupResults:
 
     def _placed(self, name: str | None) -> Tree:
         """A kept adapter, or an adapter that changes nothing, on the devices."""
-        assembly, members = self._run.assembly, self._group.members
+        assembly, members = self._assembly, self.entry.members
         layout = assembly.model.adapter_layout
         if name is None:
-            tree: Mapping[str, np.ndarray] = assembly.model.initial_adapter(self._base, 0)
+            tree: Mapping[str, np.ndarray] = assembly.model.initial_adapter(self._run.base, 0)
         else:
             recipe = next(member.recipe for member in members if member.name == name)
             kept, own = self._kept[name], without_padding(layout, padding_of(members, recipe))
@@ -240,39 +260,36 @@ class GroupResults:
 
     # ---- the summary
 
-    def _write_summary(self, best: Member | None, folders: Mapping[str, Path], merged: MergeResult | None) -> None:
+    def _write_summary(self, best: StageData | None, folders: Mapping[str, Path], merged: MergeResult | None) -> None:
         root = self._run.folder.path
         adapters = tuple(
             AdapterResult(
-                name,
+                own.name,
                 own.status,
                 own.reason,
                 num_steps=own.step,
                 best_step=own.best_step,
                 best_loss=own.best_loss,
-                folder=str(folders[name].relative_to(root)) if name in folders else None,
-                step=_kept_step(member, own) if name in folders else None,
+                folder=str(folders[own.name].relative_to(root)) if own.name in folders else None,
+                step=self._step_of(own) if own.name in folders else None,
             )
-            for member, (name, own) in zip(self._run.members, self._ends(), strict=True)
+            for own in self._run.position.members
         )
-        of_merge = {}
+        of_merge: dict[str, Any] = {}
         if merged is not None:
             of_merge = {"method": merged.method, "rank": merged.rank, "lost": merged.lost, "folder": ADAPTER}
-        summary = GroupResult(self._group.kind, best.name if best else None, adapters, of_merge)
+        summary = GroupResult(self.entry.kind, best.name if best else None, adapters, of_merge)
         self._run.folder.write(GROUP_FILE, summary.to_json())
 
     def _diverged(self, what: str) -> Diverged:
-        reasons = "; ".join(f"{name}: {own.reason}" for name, own in self._ends() if own.status == "diverged")
+        reasons = "; ".join(
+            f"{own.name}: {own.reason}" for own in self._run.position.members if own.status == "diverged"
+        )
         return Diverged(
             f"{what} {reasons}." if reasons else what,
             where=str(self._run.folder.path),
             do="lower the learning rate of these adapters and start a new run",
         )
-
-
-def _kept_step(member: Member, own: MemberPosition) -> int:
-    """The step whose weights become the adapter."""
-    return own.best_step if own.best_step and member.stage.recipe.evaluate.keep_best else own.step
 
 
 def _measured(evaluator: Evaluator, name: str, stage: StageData, adapter: Tree, base: Tree) -> Score:

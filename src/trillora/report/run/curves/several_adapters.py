@@ -13,7 +13,7 @@ from statistics import fmean
 
 from trillora.report.numbers import format_number, format_rate, format_short
 from trillora.report.run.adapters import AdapterRecord
-from trillora.report.run.charts import (
+from trillora.report.run.curves.chart import (
     MAX_BINS,
     MAX_STRIPS,
     Chart,
@@ -26,7 +26,7 @@ from trillora.report.run.charts import (
     spread,
     thinned,
 )
-from trillora.report.run.curves import small_chart
+from trillora.report.run.curves.one_adapter import small_chart
 from trillora.report.run.read import RunRecord
 
 HUES = (255, 55, 150, 330, 205, 95, 295, 20)  # degrees in OKLCH; neighbors in the list differ most
@@ -115,7 +115,7 @@ def adapter_curves(run: RunRecord) -> Drawings:
 def _smooth_losses(adapter: AdapterRecord, last: int) -> list[Point]:
     """Up to the step `last`. All lines of a chart are smoothed equally, or they could not be compared."""
     points = [(float(s.step), s.loss) for s in adapter.steps if s.step <= last and math.isfinite(s.loss)]
-    return smoothed(calmed(points), max(last / 30, 2))
+    return smoothed(calmed(points), max(last / 30, 1))
 
 
 Lines = Sequence[tuple[AdapterRecord, list[Point]]]

@@ -8,7 +8,7 @@ from math import isfinite
 
 from trillora.events import Step
 from trillora.report.numbers import format_number, format_rate, format_short
-from trillora.report.run.charts import (
+from trillora.report.run.curves.chart import (
     MAX_MARKS,
     MAX_STRIPS,
     Chart,
@@ -48,7 +48,7 @@ def _borders(run: RunRecord) -> list[tuple[float, str]]:
 def _loss(run: RunRecord, first: int, last: int, borders: list[tuple[float, str]]) -> Chart | None:
     trained = groupby(run.steps, lambda step: step.stage)
     raw = [stretch for _, steps in trained if (stretch := _finite(steps, lambda step: step.loss))]
-    smooth = [smoothed(calmed(stretch), max(len(stretch) / 30, 2)) for stretch in raw]
+    smooth = [smoothed(calmed(stretch), max(len(stretch) / 30, 1)) for stretch in raw]
     evaluated = groupby(sorted(run.evaluations, key=lambda e: e.stage), lambda e: e.stage)
     evaluations = [
         stretch for _, events in evaluated if (stretch := [(float(e.step), e.loss) for e in events if isfinite(e.loss)])

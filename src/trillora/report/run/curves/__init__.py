@@ -1,0 +1,1 @@
+"""The curves of a run: where their lines and labels lie."""

@@ -1,0 +1,1 @@
+"""The entries of a run: what is trained together, how its step runs, and its programs."""

@@ -1,0 +1,1 @@
+"""What a checkpoint holds: the progress of a run, and its arrays."""

@@ -128,7 +128,7 @@ class LoadedRun:
         method: str = "linear",
         weights: Sequence[float] | None = None,
     ) -> MergeResult:
-        """Merges the run's adapter with those of other runs of the same base, as `trillora merge` does."""
+        """Merges the run's adapter with adapters of other runs of the same base, as `trillora merge` does."""
         from trillora.adapters.merge import merge_adapters
         from trillora.recipe.group_section import MergeOptions
 

@@ -77,7 +77,7 @@ def _say_starting() -> None:
 
 
 def _after(started: Callable[[], None], listener: Listener) -> Listener:
-    """The listener, which tells the sign of life that it shows something."""
+    """The listener. Its first event replaces the sign of life."""
 
     def listen(event: Event) -> None:
         started()

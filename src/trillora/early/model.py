@@ -1,7 +1,7 @@
 """Whether the base model can be found, and whether it has the layers that LoRA targets name, by its files alone.
 
 The names of the layers come from the headers of the weight files. The model is not built, so only plain names such as
-`q_prj` are judged here, and not those of mixtures of experts, whose weights have other names in memory. The trainer
+`q_prj` are judged here. MoE models are left out: their weights have other names in memory. The trainer
 checks all of them again.
 """
 

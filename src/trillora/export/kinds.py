@@ -41,7 +41,7 @@ def default_folder(source: ExportSource, kind: str, type: str | None = None) -> 
 def export_as(
     kind: str, source: ExportSource, out: Path, *, type: str | None = None, listener: Listener = ignore_events
 ) -> Exported:
-    """Writes an export of one of FOLDERS to the new folder `out`. `type` is that of the numbers in the file."""
+    """Writes an export of one of FOLDERS to the new folder `out`. `type` is the number format in the file."""
     check_kind(kind)
     if kind == "merged":
         from trillora.export.merged import export_merged

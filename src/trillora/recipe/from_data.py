@@ -47,5 +47,5 @@ def recipe_text(recipe: Recipe, *comments: str) -> str:
 
 
 def _shorthand(name: str) -> str:
-    """The key that a bare value of a section stands for: `model: smollm2`."""
+    """The key of a section that is written as a bare value: `model: smollm2`."""
     return {"model": "name", "data": "path"}.get(name, "")

@@ -26,6 +26,7 @@ SOURCE = ROOT / "src" / "trillora"
 DOCUMENT, PART = "docs/reference/python.md", "api"
 PACKAGE = "__init__.py"
 RESULTS = {
+    "loaded_run.py": ["LoadedRun"],
     "training/run_process.py": ["TrainResult"],
     "data/summary.py": ["DataReport"],
     "preflight/result.py": ["PreflightResult", "StepForecast", "RunForecast"],
@@ -108,6 +109,11 @@ def signature(function: ast.FunctionDef) -> str:
     )
 
 
+def is_public(method: ast.FunctionDef) -> bool:
+    """Whether a method is called by users: not a property, and not one of several signatures."""
+    return method.name[0] != "_" and not method.decorator_list and bool(docstring(method))
+
+
 def docstring(node: ast.FunctionDef | ast.ClassDef) -> str:
     return inspect.cleandoc(ast.get_docstring(node) or "")
 
@@ -117,7 +123,9 @@ def _parameters(function: ast.FunctionDef) -> Iterator[str]:
     defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + list(arguments.defaults)
     for argument, default in zip(arguments.args, defaults, strict=True):
         yield _parameter(argument, default)
-    if arguments.kwonlyargs:
+    if arguments.vararg:
+        yield f"*{ast.unparse(arguments.vararg)}"
+    elif arguments.kwonlyargs:
         yield "*"
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         yield _parameter(argument, default)
@@ -137,6 +145,10 @@ def _described(file: File, name: str) -> list[str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             kind = ast.unparse(field.annotation).replace("|", "\\|")
             lines.append(f"| `{field.target.id}` | `{kind}` | {cell(file.comment(field.end_lineno or field.lineno))} |")
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef) and is_public(method):
+            code = ["```python", signature(method), "```"]
+            lines += ["", f"#### {name}.{method.name}", "", *code, "", docstring(method)]
     return [*lines, ""]
 
 

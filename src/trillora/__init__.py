@@ -4,6 +4,7 @@
     trillora.inspect_data("recipe.yaml")
     trillora.run_preflight("recipe.yaml", on="kaggle")
     trillora.train("recipe.yaml", out="runs/first", train={"steps": 60})
+    trillora.load("runs/first").generate("What is LoRA?")
 
 The functions below import what they need when they are called, so that `import trillora` is fast.
 """
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
     from trillora.data.summary import DataReport
     from trillora.errors import TrilloraError
     from trillora.events import Listener
+    from trillora.loaded_run import LoadedRun
     from trillora.preflight.result import PreflightResult
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import Recipe
     from trillora.training.run_process import TrainResult
 
-__all__ = ["Recipe", "TrilloraError", "__version__", "inspect_data", "load_recipe", "run_preflight", "train"]
+__all__ = ["Recipe", "TrilloraError", "__version__", "inspect_data", "load", "load_recipe", "run_preflight", "train"]
 
 
 def train(
@@ -47,11 +49,13 @@ def train(
     from pathlib import Path
 
     from trillora.devices.quiet import quiet_libraries, start_gpu
+    from trillora.early.training import check_start
     from trillora.recipe.load import load_recipe
     from trillora.recipe.tiny import is_tiny_run
     from trillora.report.console import console_listener
 
     loaded = load_recipe(recipe, overrides, tiny=tiny or is_tiny_run(out))
+    check_start(loaded, Path(out))
     quiet_libraries(loaded.hardware.backend)
     start_gpu(loaded.hardware.backend)
     from trillora.training.trainer import train as run
@@ -60,6 +64,14 @@ def train(
         return run(loaded, Path(out), listener=listener)
     with console_listener(every_steps=loaded.track.every_steps) as shown:
         return run(loaded, Path(out), listener=shown)
+
+
+def load(run: str | Path, *, overrides: Sequence[str] = (), listener: Listener | None = None) -> LoadedRun:
+    """Opens a finished run, to ask it, evaluate it, export it or merge it. Overrides replace options of its recipe:
+    `["model.name=FOLDER"]` if the model has moved."""
+    from trillora.loaded_run import LoadedRun
+
+    return LoadedRun(run, overrides=overrides, listener=listener)
 
 
 def inspect_data(

@@ -28,7 +28,7 @@ from planted_defects import DEFECTS, Defect, World
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from trillora.certify.certificate import read_certificate
+from trillora.certify.certificate import Certificate, Check, read_certificate
 from trillora.certify.certify import certify
 from trillora.certify.llama_cpp import MEMORY
 from trillora.certify.logits import TEXTS, compute_reference
@@ -43,7 +43,8 @@ from trillora.export.merged import export_merged
 from trillora.export.source import open_source
 from trillora.recipe.load import load_recipe
 from trillora.report.certificate_page import certificate_page
-from trillora.report.certificate_table import summary
+from trillora.report.certificate_table import show, summary
+from trillora.report.console import SafeConsole
 from trillora.training.trainer import train
 
 
@@ -365,3 +366,19 @@ def test_page_shows_hostile_text_as_text(world: World) -> None:
     check = dataclasses.replace(certificate.checks[0], what="<img src=x onerror=alert(1)>\x1b[31m", do="<b>")
     page = certificate_page(dataclasses.replace(certificate, checks=(check,), target="<script>"))
     assert "<img" not in page and "<script" not in page and "\x1b" not in page and "&lt;img" in page
+
+
+def test_the_verdict_names_the_reader_that_was_skipped_and_how_to_get_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    ok = Check("files", "checksums", "ok", "All files are whole.")
+    do = "uv pip install peft"
+    skipped = Check("reader", "PEFT", "skipped", "Reading adapters with PEFT needs the package peft.", do=do)
+    whole = Certificate("adapter", "a", "now", {}, None, None, "a checkpoint", None, {}, (ok,))
+    show(dataclasses.replace(whole, checks=(ok, skipped)), SafeConsole())
+    output = capsys.readouterr().out
+    assert "adapter passed in part, without its reader PEFT (1 ok, 1 skipped" in output
+    assert f"\n                do: {do}\n" in output.replace("reader: PEFT", "") or output.count(do) == 2
+    show(whole, SafeConsole())
+    assert "without" not in capsys.readouterr().out

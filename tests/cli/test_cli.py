@@ -23,6 +23,7 @@ from trillora.errors import TrilloraError
 from trillora.events import Chosen, Event, Note, Progress, Step, to_json
 from trillora.own_command import runnable
 from trillora.recipe.load import recipe_schema
+from trillora.recipe.run_file import dump
 
 HEAVY = {"jax", "jaxlib", "torch", "torchax", "transformers", "numpy", "tokenizers", "huggingface_hub"}
 
@@ -75,6 +76,30 @@ def test_lazy_names_are_the_real_ones() -> None:
         trillora.nothing  # noqa: B018
 
 
+# A sign of life
+
+
+STARTING = """
+import sys, time
+import trillora.report.console
+from trillora.cli import output
+from trillora.cli.output import progress_on_stderr
+from trillora.events import Note
+output.SILENT_SECONDS = 1
+with progress_on_stderr(as_json="json" in sys.argv) as listener:
+    if "early" in sys.argv:
+        listener(Note("shown"))
+    time.sleep(1.5)
+"""
+
+
+@pytest.mark.parametrize(("words", "says"), [((), True), (("early",), False), (("json",), False)])
+def test_a_command_that_shows_nothing_yet_says_that_it_is_starting(words: tuple[str, ...], says: bool) -> None:
+    command = [sys.executable, "-c", STARTING, *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    assert ("Starting: " in result.stderr) == says and result.stdout == ""
+
+
 # Noise of libraries
 
 
@@ -121,12 +146,12 @@ main()
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("train", "r.yaml", "--out", "run"),
-        slow_case(("quickstart", "--out", "run")),
+        ("train", "r.yaml", "--out", "new"),
+        slow_case(("quickstart", "--out", "new")),
         ("generate", "smollm2", "-p", "hi"),
         slow_case(("chat", "smollm2")),
         slow_case(("eval", "run")),
-        ("merge", "one", "two", "--out", "merged"),
+        ("merge", "run", "run/adapter", "--out", "merged"),
         ("inspect", "r.yaml"),
         ("preflight", "r.yaml", "--on", "v5e-8", "--estimate"),
     ],
@@ -134,6 +159,9 @@ main()
 def test_variables_are_set_before_jax_and_transformers_are_imported(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "r.yaml").write_text("model: smollm2\ndata: a.jsonl\n")
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    (tmp_path / "run" / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "run" / "recipe.json").write_text(dump(trillora.load_recipe(tmp_path / "r.yaml")))
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "JAX_PLATFORMS"}
     command = [sys.executable, "-c", PROBE, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
@@ -244,6 +272,7 @@ def test_preflight_reads_several_slices_from_one_or_more_options(
     monkeypatch.setattr(verdict, "preflight", check)
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: smollm2\ndata: a.jsonl\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     code, output = invoke("preflight", str(recipe), "train.steps=3", "--on", "v5e-8, v6e-8", "--on", "kaggle")
     assert (code, output.splitlines()[0]) == (2, "v5e-8 v6e-8 kaggle")
 
@@ -305,3 +334,26 @@ def test_every_event_is_one_line_of_json(event: Event) -> None:
     assert list(fields) == list(type(event).__match_args__)
     if isinstance(event, Step) and math.isnan(event.loss):
         assert fields["loss"] == "nan"
+
+
+# Completion
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("trillora tr", "train"), ("trillora train --acc", "--accept-changes"), ("trillora trian --acc", "")],
+)
+def test_the_shell_completes_commands_and_options_without_anything_large(words: str, expected: str) -> None:
+    variables = {"_TRILLORA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    code = (
+        "import contextlib, os, sys\n"
+        f"os.environ |= {variables!r}\n"
+        "from trillora.cli import main\n"
+        "sys.argv = ['trillora']\n"
+        "with contextlib.suppress(SystemExit): main()\n"
+        "print('loaded:', *{name.partition('.')[0] for name in sys.modules})"
+    )
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT).stdout
+    completed, _, loaded = output.rpartition("loaded:")
+    assert completed.strip() == expected and set(loaded.split()) & HEAVY == set()

@@ -301,7 +301,7 @@ def refused(*arguments: Any, **options: Any) -> TrilloraError:
 
 def test_what_cannot_be_tested_is_refused_with_a_remedy(run: Path, folder: Path, other_chats: Path) -> None:
     gone = refused(folder / "runn", other_chats)
-    assert "no such run" in gone.what and "run" in gone.do
+    assert "no run" in gone.what and "run" in gone.do
     assert "is not a run" in refused(folder, other_chats).what
     unfinished = folder / "unfinished"
     unfinished.mkdir()

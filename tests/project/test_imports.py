@@ -25,7 +25,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("data", "shipped"),
     ("runs",),
-    ("step",),
+    ("step", "early"),
     ("prove", "generation"),
     ("evaluation",),
     ("preflight", "tracking", "doctor", "adapters"),
@@ -33,7 +33,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("certify",),
     ("report",),
     ("training", "serving", "launch"),
-    ("quickstart",),
+    ("quickstart", "loaded_run"),
     ("",),  # trillora/__init__.py: the Python API
     ("cli",),
     ("__main__",),

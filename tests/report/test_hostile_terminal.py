@@ -212,7 +212,7 @@ def test_the_traceback_is_shown_on_request(arguments: list[str], monkeypatch: py
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert result.output.startswith("Traceback (most recent call last)")
-    assert "There is no such run.\n  where: no\n" in result.output
+    assert "There is no run 'no'.\n  where: no\n" in result.output
     monkeypatch.setenv("TRILLORA_TRACEBACK", "0")
     assert "Traceback" not in CliRunner().invoke(app, ["report", "no"]).output
 

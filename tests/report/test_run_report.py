@@ -193,9 +193,9 @@ def test_one_file_makes_a_run(tmp_path: Path, run: Path, only: str) -> None:
 
 
 def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrilloraError, match="is not a run"):
+    with pytest.raises(TrilloraError, match="not a run"):
         write_report(tmp_path)
-    with pytest.raises(TrilloraError, match="does not exist"):
+    with pytest.raises(TrilloraError, match="There is no run"):
         write_report(tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
 

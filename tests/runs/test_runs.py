@@ -201,5 +201,5 @@ def test_a_folder_that_is_no_run_names_the_runs_next_to_it(run: Path, folder: Pa
     with pytest.raises(TrilloraError, match=r"This folder is not a run: it has no recipe\.json") as caught:
         SavedRun.open(folder / "model")
     assert caught.value.do.endswith("runs in the same place: run")
-    with pytest.raises(TrilloraError, match="There is no such run"):
+    with pytest.raises(TrilloraError, match="There is no run"):
         SavedRun.open(folder / "runn")

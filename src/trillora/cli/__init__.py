@@ -37,7 +37,6 @@ TRACEBACK_HELP = "Show the traceback of an error, as TRILLORA_TRACEBACK=1 does."
 
 app = typer.Typer(
     cls=Verbs,
-    add_completion=False,
     rich_markup_mode=None,  # help without rich: importing it takes longer than everything else together
     pretty_exceptions_enable=False,  # a plain traceback is easier to copy into a bug report
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
@@ -85,6 +84,7 @@ app.command()(export_commands.export)
 app.command()(certify_commands.certify)
 app.command()(certify_commands.verify)
 app.command()(setup_commands.quickstart)
+app.command()(setup_commands.new)
 app.command()(setup_commands.doctor)
 app.command()(run_commands.report)
 app.add_typer(shipped_commands.recipes, name="recipes")

@@ -53,7 +53,11 @@ def merge(
     from trillora.recipe.group_section import MergeOptions
 
     options = MergeOptions(method, _numbers(weights), density, rank, seed)  # type: ignore[arg-type]
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
+        from trillora.runs.saved import find_adapter
+
+        for adapter in adapters:
+            find_adapter(adapter)
         from trillora.adapters.merge import merge_adapters
 
         result = merge_adapters(adapters, options, out, listener=listener)

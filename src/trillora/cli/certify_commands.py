@@ -34,18 +34,28 @@ def certify(
     as_json: JsonResult = False,
 ) -> None:
     """Prove that an adapter or export is what was trained."""
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
+        _check_there(target)
         certificate = certify_with_page(target, run=run, base=base, listener=listener)
     show_certificate(certificate, as_json)
 
 
 def verify(target: Target, *, base: BaseModel = None, as_json: JsonResult = False) -> None:
     """Repeat the checks of a certificate, without the run."""
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
+        _check_there(target)
         from trillora.certify.verify import verify as repeat
 
         certificate = repeat(target, base=base, listener=listener)
     show_certificate(certificate, as_json)
+
+
+def _check_there(target: str) -> None:
+    from trillora.files.user_path import user_path
+    from trillora.runs.saved import find_adapter
+
+    if not user_path(target, where="the folder to certify").exists():
+        find_adapter(target)  # raises
 
 
 def certify_with_page(

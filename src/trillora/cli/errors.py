@@ -52,6 +52,8 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         verb = args[0]
         if self.get_command(ctx, verb) is None:
+            if ctx.resilient_parsing:  # the shell completes a word
+                return None, None, args[1:]
             meant = OTHER_VERBS.get(verb) or nearest(verb, self.list_commands(ctx))
             hint = f"did you mean {meant}? " if meant else ""
             raise TrilloraError(f"Unknown command '{verb}'.", where="command line", do=f"{hint}See `trillora --help`.")

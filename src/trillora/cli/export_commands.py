@@ -10,16 +10,14 @@ import typer
 
 from trillora.cli.options import JsonResult, TrustCode
 from trillora.cli.output import print_json, progress_on_stderr
-from trillora.errors import TrilloraError, nearest
+from trillora.errors import TrilloraError
+from trillora.export.kinds import FOLDERS, check_kind, default_folder, export_as
 
 if TYPE_CHECKING:
     from trillora.certify.certificate import Certificate
-    from trillora.events import Listener
-    from trillora.export.source import Exported, ExportSource
+    from trillora.export.source import Exported
 
-KINDS = ("merged", "gguf", "lora-gguf", "ollama", "text-adapter", "hub")
-DEFAULT_TYPES = {"gguf": "f16", "ollama": "q8_0"}
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # short names for --to merged
+KINDS = (*FOLDERS, "hub")
 
 StoredType = Annotated[
     str | None,
@@ -60,10 +58,7 @@ def export(
     as_json: JsonResult = False,
 ) -> None:
     """Export an adapter: merged, as GGUF, for Ollama or to the hub."""
-    if to not in KINDS:
-        meant = nearest(to, KINDS)
-        hint = f"did you mean '{meant}'? " if meant else ""
-        raise TrilloraError(f"There is no export to '{to[:40]}'.", where="--to", do=f"{hint}Use {', '.join(KINDS)}")
+    check_kind(to, KINDS)
     overrides = _overrides(trust, checkpoints)
     if to == "hub":
         _to_hub(name, adapter, base, repo, what, private=private, overrides=overrides, as_json=as_json)
@@ -71,12 +66,16 @@ def export(
     for option, given in (("--repo", repo is not None), ("--what", what != "adapter"), ("--public", not private)):
         if given:
             raise TrilloraError(f"{option} is for --to hub.", where=option, do="remove it, or use --to hub")
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
+        from trillora.early.runs import check_exportable
+
+        check_exportable(name, adapter)
         from trillora.export.source import open_source
+        from trillora.files.user_path import user_path
 
         source = open_source(name, adapter=adapter, base=base, overrides=overrides, listener=listener)
-        kind = f"gguf-{type or DEFAULT_TYPES['gguf']}" if to == "gguf" else to
-        exported = _run(source, to, type, _folder(source, kind, out), listener)
+        folder = default_folder(source, to, type) if out is None else user_path(out, where="--out")
+        exported = export_as(to, source, folder, type=type, listener=listener)
         certificate = None
         why_not = _why_not_certified(to, trust)
         if with_certificate and why_not is None:
@@ -92,31 +91,6 @@ def _why_not_certified(to: str, trust: bool) -> str | None:
     if trust:
         return "a certificate runs no code of the model"
     return "its base is a text model in another folder than the run's" if to == "text-adapter" else None
-
-
-def _run(source: ExportSource, to: str, type: str | None, out: Path, listener: Listener) -> Exported:
-    if to == "merged":
-        from trillora.export.merged import export_merged
-
-        return export_merged(source, out, dtype=DTYPES.get(type, type) if type else None, listener=listener)
-    if to == "gguf":
-        from trillora.export.gguf.write import export_gguf
-
-        return export_gguf(source, out, type=type or DEFAULT_TYPES[to], listener=listener)
-    if to == "ollama":
-        from trillora.export.ollama import export_ollama
-
-        return export_ollama(source, out, type=type or DEFAULT_TYPES[to], listener=listener)
-    if to == "text-adapter":
-        from trillora.export.text_adapter import export_text_adapter
-
-        return export_text_adapter(source, out, listener=listener)
-    assert to == "lora-gguf"
-    if type not in (None, "f32"):
-        raise TrilloraError("A LoRA file has the type f32.", where="--type", do="remove --type")
-    from trillora.export.gguf.lora import export_lora_gguf
-
-    return export_lora_gguf(source, out, listener=listener)
 
 
 def _to_hub(
@@ -138,9 +112,12 @@ def _to_hub(
 
     check_repo(repo)
     token = token_of_environment()  # before the work
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
         import tempfile
 
+        from trillora.early.runs import check_exportable
+
+        check_exportable(name, adapter)
         from trillora.export.merged import export_merged
         from trillora.export.source import open_source
 
@@ -159,21 +136,6 @@ def _to_hub(
         return
     readers = "only you and your organisation can read it" if pushed.is_private else "everybody can read it"
     print(f"Pushed {len(pushed.files)} files to {pushed.url} ({readers}).")
-
-
-def _folder(source: ExportSource, kind: str, out: Path | None) -> Path:
-    from trillora.files.user_path import user_path
-    from trillora.runs.files import EXPORTS
-
-    if out is not None:
-        return user_path(out, where="--out")
-    if source.run is None:
-        raise TrilloraError(
-            "The adapter is not in the folder of a run, so there is no place for the export.",
-            where=str(source.adapter),
-            do="choose a new folder with --out",
-        )
-    return source.run / EXPORTS / (kind if source.part is None else f"{kind}-{source.part}")
 
 
 def _overrides(trust: bool, checkpoints: str | None) -> tuple[str, ...]:

@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file that describes the run.")]
+RecipeOrData = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="YAML file that describes the run; or a data file, with --model.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the recipe, e.g. train.steps=10."),

@@ -6,23 +6,40 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trillora.cli.errors import EXIT_MISTAKE, OWN_PROCESS
-from trillora.cli.options import JsonEvents, JsonResult, Overrides, RecipeFile, RunFolder, Tiny, parse_price
+from trillora.cli.options import (
+    JsonEvents,
+    JsonResult,
+    Overrides,
+    RecipeFile,
+    RecipeOrData,
+    RunFolder,
+    Tiny,
+    parse_price,
+)
 from trillora.cli.output import only_progress, print_json, progress_on_stderr, run_events, show_stopped
 from trillora.errors import EXIT_STOPPED, TrilloraError
+from trillora.safe_text import visible_line
+
+if TYPE_CHECKING:
+    from trillora.recipe.schema import Recipe
 
 EXIT_NO_GO = 1
 
 
 def train(
-    recipe: RecipeFile,
+    context: typer.Context,
+    recipe: RecipeOrData,
     overrides: Overrides = None,
     *,
     out: RunFolder,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="Base model, if a data file is given, not a recipe.")
+    ] = None,
     tiny: Tiny = False,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume a run although its recipe, model or data has changed.")
@@ -31,23 +48,59 @@ def train(
 ) -> None:
     """Train an adapter, or resume an interrupted run.
 
-    Exit code 75: the run was saved before its end. The same command resumes it.
+    Exit code 75: the run was saved before its end. The same command resumes it. A data file in place of a recipe trains
+    with the default options; the run's folder then gets the recipe.
     """
+    from trillora.recipe.from_data import is_data_file
     from trillora.recipe.load import load_recipe
     from trillora.recipe.tiny import is_tiny_run
 
-    loaded = load_recipe(recipe, overrides or (), tiny=tiny or is_tiny_run(out))
+    source = _options(recipe, model)
+    loaded = load_recipe(source, overrides or (), tiny=tiny or is_tiny_run(out))
     with run_events(as_json, loaded.hardware.backend, loaded.track.every_steps) as listener:
+        from trillora.devices.quiet import start_gpu
+        from trillora.early.training import check_start
+
+        check_start(loaded, out)
+        start_gpu(loaded.hardware.backend)
         from trillora.training import trainer
 
-        result = trainer.train(loaded, out, listener=listener, accept_changes=accept_changes)
+        try:
+            result = trainer.train(loaded, out, listener=listener, accept_changes=accept_changes)
+        finally:
+            if is_data_file(recipe):
+                _write_recipe(loaded, recipe, out)
     if result.stopped is not None:
-        show_stopped(as_json)
+        show_stopped(result.run, context, as_json)
         raise typer.Exit(EXIT_STOPPED)
     if not as_json:
         from trillora.report.run.next_steps import after_training
 
         print(after_training(result.run, loaded), end="")
+
+
+def _options(recipe: Path, model: str | None) -> Path | dict[str, Any]:
+    """The recipe, or the options that a data file and a model make one of."""
+    from trillora.recipe.from_data import is_data_file
+
+    if model is None and is_data_file(recipe):
+        do = "add --model MODEL: smollm2 (embedded), a Hugging Face id or a folder"
+        raise TrilloraError(f"{recipe.name} is a data file, and no model is given.", where="--model", do=do)
+    return _recipe_of(recipe, model)
+
+
+def _write_recipe(recipe: Recipe, data: Path, run: Path) -> None:
+    """The recipe of a run that was started with a data file, unless nothing of the run was written."""
+    from trillora.files.atomic import write_file
+    from trillora.recipe.from_data import recipe_text
+    from trillora.report.run.next_steps import OWN_RECIPE
+    from trillora.runs.files import is_run
+
+    if is_run(run):
+        write_file(
+            run / OWN_RECIPE,
+            recipe_text(recipe, f"Made of {visible_line(data.name)}. docs/recipes.md has all options."),
+        )
 
 
 def preflight(
@@ -82,7 +135,13 @@ def preflight(
 
     slices = _slices(on, overrides or ())
     loaded = load_recipe(recipe, overrides or (), tiny=tiny)
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
+        from trillora.devices.slices import find_slice
+        from trillora.early.training import check_files_of
+
+        for name in slices:
+            find_slice(name)
+        check_files_of(loaded)
         from trillora.preflight.verdict import preflight as check
 
         results = check(
@@ -145,9 +204,12 @@ def inspect(
     from trillora.recipe.load import load_recipe
 
     loaded = load_recipe(_recipe_of(recipe, model), overrides or (), tiny=tiny)
-    with progress_on_stderr() as listener:
-        from trillora.data.summary import inspect as summarise
+    with progress_on_stderr(as_json=as_json) as listener:
+        from trillora.early.training import check_files_of
         from trillora.recipe.schema import stages_of
+
+        check_files_of(loaded)
+        from trillora.data.summary import inspect as summarise
 
         stages = [s for s in stages_of(loaded) if stage in (None, s.name)]
         if not stages:

@@ -57,11 +57,14 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON.")] = False,
 ) -> None:
     """Answer prompts with a trained run or a model."""
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
+        from trillora.early.runs import check_source
+
+        given, other = _overrides(overrides, trust), _adapter(adapter, base)
+        check_source(name, given, with_adapter=not base, adapter=other)
         from trillora.engine.sampling import Sampling
         from trillora.generation.generator import Generator
 
-        given, other = _overrides(overrides, trust), _adapter(adapter, base)
         generator = Generator.open(
             name, overrides=given, with_adapter=not base, adapter=other, quantize=quantize, listener=listener
         )
@@ -93,11 +96,14 @@ def chat(
     /help lists the commands of the chat: /compare, /system, /save and others.
     """
     with progress_on_stderr() as listener:
+        from trillora.early.runs import check_source
+
+        given, other = _overrides(overrides, trust), _adapter(adapter, base)
+        check_source(name, given, with_adapter=not base, adapter=other)
         from trillora.engine.sampling import Sampling
         from trillora.generation.chat import converse
         from trillora.generation.generator import Generator
 
-        given, other = _overrides(overrides, trust), _adapter(adapter, base)
         generator = Generator.open(
             name, overrides=given, with_adapter=not base, adapter=other, quantize=quantize, listener=listener
         )
@@ -162,9 +168,11 @@ def evaluate(
         if data or gate or forgetting or stage:
             what = "--harness runs tasks with data of their own."
             raise TrilloraError(what, where="--harness", do="leave out --data, --gate, --forgetting and --stage")
+        _check_evaluation(run, _overrides(overrides, trust), (), None, adapter)
         _harness(run, harness, include_path, rows, not no_base, adapter, _overrides(overrides, trust), as_json)
         return
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
+        _check_evaluation(run, _overrides(overrides, trust), data or (), stage, adapter)
         from trillora.evaluation import evaluate as evaluation
 
         result = evaluation.evaluate(
@@ -188,6 +196,18 @@ def evaluate(
         raise typer.Exit(EXIT_GATE)
 
 
+def _check_evaluation(
+    run: str, overrides: Sequence[str], data: Sequence[str], stage: str | None, adapter: str | None
+) -> None:
+    """What can be wrong before anything is loaded."""
+    from trillora.early.runs import check_run
+    from trillora.early.training import check_files
+
+    check_run(run, overrides, adapter=adapter, stage=stage)
+    for file in data:
+        check_files(file)
+
+
 def _harness(
     run: str,
     tasks: str,
@@ -198,7 +218,7 @@ def _harness(
     overrides: Sequence[str],
     as_json: bool,
 ) -> None:
-    with progress_on_stderr() as listener:
+    with progress_on_stderr(as_json=as_json) as listener:
         from trillora.evaluation.harness import run_tasks
 
         result = run_tasks(

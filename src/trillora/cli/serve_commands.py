@@ -77,6 +77,9 @@ def serve(
     given = [*(overrides or ()), *(["model.trust_remote_code=true"] if trust else [])]
     with closing(open_socket(host, port)) as opened:
         with progress_on_stderr() as listener:
+            from trillora.early.runs import check_service
+
+            check_service(name, given, adapters=adapters or (), only_base=base)
             from trillora.serving.served import open_service
 
             service = open_service(

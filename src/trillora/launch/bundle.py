@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trillora.data.reading.files import expand
+from trillora.early.training import check_inputs
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, Progress, ignore_events
 from trillora.files.atomic import make_folder, new_folder, sync_folder
@@ -147,6 +148,7 @@ def make_bundle(
     is the set of packages for the machine."""
     recipe = load_recipe(recipe_path, overrides, tiny=True) if tiny else load_recipe(recipe_path, overrides)
     refuse_secrets(recipe, str(recipe_path))
+    check_inputs(recipe)
     if (place := recipe.train.checkpoint_dir) and "://" not in place:
         listener(Note("train.checkpoint_dir is a folder of this machine: it is left out."))
     files = _Files()

@@ -114,7 +114,9 @@ def adapted_layers(
         every = list(experts) if pattern == EXPERTS else []
         matches = every or matching(pattern, [*linear, *experts], f"lora.exclude[{i}]")
         if not matches:
-            raise _matches_nothing(f"lora.exclude {pattern!r}", model, pattern, linear, f"lora.exclude[{i}]")
+            raise matches_nothing(
+                f"lora.exclude {pattern!r}", type(model).__name__, pattern, linear, f"lora.exclude[{i}]"
+            )
         excluded.update(matches)
     layers = [name for name in targets if name not in excluded]
     if spec.exclude and not layers:
@@ -155,7 +157,7 @@ def select_targets(
                 do=f"remove it from lora.targets; {ALL_LINEAR} adapts all linear layers",
             )
         if not matches:
-            raise _matches_nothing(f"LoRA target {target!r}", model, target, [*linear, *experts], where)
+            raise matches_nothing(f"LoRA target {target!r}", type(model).__name__, target, [*linear, *experts], where)
         chosen.update(matches)
     return [name for name in (*linear, *experts) if name in chosen]
 
@@ -236,7 +238,7 @@ def _by_layer(
     for pattern, value in patterns:
         matches = matching(pattern, layers, where)
         if not matches:
-            raise _matches_nothing(f"{where} {pattern!r}", model, pattern, layers, where)
+            raise matches_nothing(f"{where} {pattern!r}", type(model).__name__, pattern, layers, where)
         for name in matches:
             other, before = found.setdefault(name, (pattern, value))
             if before != value:
@@ -249,15 +251,14 @@ def _by_layer(
     return {name: value for name, (_, value) in found.items()}
 
 
-def _matches_nothing(
-    what: str, model: torch.nn.Module, pattern: str, names: Sequence[str], where: str
-) -> TrilloraError:
+def matches_nothing(what: str, model: str, pattern: str, names: Sequence[str], where: str) -> TrilloraError:
+    """The error for a pattern that selects none of the names. `model` is the name of its class."""
     short = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names))
     guess = nearest(pattern.removeprefix(REGEX), [*short, *names])
     hint = f"did you mean {guess!r}? " if guess else ""
     kind = "adapted" if where.endswith("_pattern") else "linear"
     return TrilloraError(
-        f"{what} matches no {kind} layer of {type(model).__name__}.",
+        f"{what} matches no {kind} layer of {model}.",
         where=where,
         do=f"{hint}{kind.capitalize()} layers here: {' '.join(short)}",
     )

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trillora.certify.certificate import Certificate, Check, Status
+from trillora.own_command import runnable
 from trillora.safe_text import visible
 
 VERDICTS = {
@@ -46,13 +47,15 @@ def _show(certificate: Certificate, checks: Iterable[Check], console: Console) -
     table.add_column(overflow="fold", ratio=1)
     for check in checks:
         found = Text(visible(check.what))
-        if check.do and check.status in ("failed", "warning"):
-            found.append(f"\ndo: {visible(check.do)}", "dim")
+        if check.do and (check.status in ("failed", "warning") or check in certificate.not_proved):
+            found.append(f"\ndo: {visible(runnable(check.do))}", "dim")
         name = Text.assemble((f"{visible(check.part)}: ", "dim"), visible(check.name))
         table.add_row(Text(check.status, STYLES[check.status]), name, found)
     console.print(table)
     counts = ", ".join(f"{certificate.count(status)} {status}" for status in STYLES if certificate.count(status))
     verdict, style = VERDICTS[certificate.result]
+    without = [check.name for check in certificate.not_proved if check.part == "reader"]
+    verdict += visible(f", without its reader {' and '.join(without)}") if without else ""
     console.print(Text.assemble((f"{certificate.kind} {verdict}", style), f" ({counts}; {certificate.seconds:.0f} s)"))
     console.print(Text(visible(summary(certificate))))
 
@@ -62,5 +65,6 @@ def summary(certificate: Certificate) -> str:
     proved = [part for part in PARTS if certificate.is_proved(part)]
     text = f"Proved: {'; '.join(PARTS[part] for part in proved) or 'nothing'}."
     for check in certificate.not_proved:
-        text += f" Not proved, {check.part}: {check.what} {f'To get it: {check.do}.' if check.do else ''}".rstrip()
+        do = f"To get it: {runnable(check.do)}." if check.do else ""
+        text += f" Not proved, {check.part}: {check.what} {do}".rstrip()
     return text

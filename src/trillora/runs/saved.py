@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from trillora.errors import TrilloraError
+from trillora.errors import TrilloraError, nearest
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.hub import HUB_ID_AT, download, list_files
 from trillora.files.storage import open_storage
@@ -191,6 +191,8 @@ def find_adapter(name: str | Path, *, from_hub: bool = False) -> SavedAdapter:
         return replace(run.finished_adapter(), run=run if is_run(path) else None)
     if from_hub and not path.is_dir() and HUB_ID_AT.fullmatch(str(name)):
         return SavedAdapter(_download(str(name)), None)
+    if not path.is_dir() and any(path.parent.glob(f"*/{RECIPE_FILE}")):
+        raise not_a_run(path)
     raise TrilloraError(
         "There is no adapter here." if path.is_dir() else "There is no such folder.",
         where=str(path),
@@ -217,12 +219,11 @@ def _download(name: str) -> Path:
 
 def not_a_run(folder: Path) -> TrilloraError:
     others = sorted(file.parent.name for file in folder.parent.glob(f"*/{RECIPE_FILE}"))
-    do = "give the folder that `trillora train --out` wrote"
-    return TrilloraError(
-        f"This folder is not a run: it has no {RECIPE_FILE}." if folder.is_dir() else "There is no such run.",
-        where=str(folder),
-        do=f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do,
-    )
+    meant = nearest(folder.name, [name for name in others if name != folder.name])
+    do = (f"did you mean '{meant}'? Give" if meant else "give") + " the folder that `trillora train --out` wrote"
+    do = f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do
+    there, nothing = f"This folder is not a run: it has no {RECIPE_FILE}.", f"There is no run '{folder.name}'."
+    return TrilloraError(there if folder.is_dir() else nothing, where=str(folder), do=do)
 
 
 def not_finished(run: SavedRun, why: str) -> TrilloraError:

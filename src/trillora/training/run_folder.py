@@ -17,12 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from trillora.early.training import check_is_folder
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, HistoryEntry, Listener, ignore_events, to_metrics_line
 from trillora.files.atomic import append_file, write_file
 from trillora.files.bounded import read_bounded
-from trillora.files.user_path import user_path
-from trillora.runs.files import HISTORY_FILE, METRICS_FILE, STALLS_FILE, is_finished
+from trillora.runs.files import HISTORY_FILE, METRICS_FILE, STALLS_FILE
 
 MAX_LOG = 1 << 30  # bytes; a million steps have about 300 MB
 
@@ -34,9 +34,7 @@ class RunFolder:
         self.path, self._writes, self._listener = path, writes, listener
         self._waiting: dict[Path, bytes] = {}  # lines that a full disk refused
         self._has_alarmed = False
-        user_path(path, where="--out")
-        if path.exists() and not path.is_dir():
-            raise TrilloraError("--out must be a folder, not a file.", where=str(path), do="choose another --out")
+        check_is_folder(path)
         if writes:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -48,10 +46,6 @@ class RunFolder:
     @property
     def metrics_file(self) -> Path:
         return self.path / METRICS_FILE
-
-    @property
-    def is_finished(self) -> bool:
-        return is_finished(self.path)
 
     def write(self, name: str, text: str, *, mode: int = 0o666) -> None:
         self._replace(self.path / name, text.encode(), mode)

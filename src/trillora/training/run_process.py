@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +35,7 @@ from trillora.step.adapter_spec import Start, open_start
 from trillora.step.compile_guard import CompileWatch
 from trillora.tracking import tracking_listener
 from trillora.training import manifest
-from trillora.training.run_folder import RunFolder
+from trillora.training.run_folder import RunFolder, read_lines
 from trillora.training.run_identity import differences, fixed_options, refuse, with_defaults
 from trillora.training.saved_record import RunRecord
 from trillora.training.saver import Saver
@@ -53,6 +55,13 @@ class TrainResult:
     losses: tuple[float, ...]  # of every step, including those of earlier starts
     num_compiles: int  # of the training step, in this process
     stopped: str | None = None  # why it stopped early; the same call resumes it
+
+    def metrics_frame(self) -> Any:
+        """The metrics of every step and evaluation as a pandas DataFrame; an error if pandas is not installed."""
+        if importlib.util.find_spec("pandas") is None:
+            do = "pip install pandas, or read the lines of metrics.jsonl"
+            raise TrilloraError("A DataFrame needs the package pandas.", where=str(self.run / METRICS_FILE), do=do)
+        return importlib.import_module("pandas").DataFrame(list(read_lines(self.run / METRICS_FILE)))
 
 
 class RunProcess:

@@ -19,6 +19,7 @@ import jax
 
 from trillora.devices.cluster import join_cluster
 from trillora.devices.mesh import any_process
+from trillora.early.training import check_not_finished
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
 from trillora.events import AdaptersStarted, Listener, Note, ignore_events
@@ -81,9 +82,7 @@ def train(
 def _train(
     recipe: Recipe, folder: RunFolder, is_writer: bool, stop: Stop, listener: Listener, accept_changes: bool
 ) -> TrainResult:
-    if folder.is_finished:
-        what = "This folder already contains a finished run."
-        raise TrilloraError(what, where=str(folder.path), do="use another --out, or remove the folder")
+    check_not_finished(folder.path)
     with _owned_checkpoints(recipe, folder, is_writer, listener) as checkpoints, compiling_in_background():
         return _Training(recipe, folder, checkpoints, stop, listener, accept_changes).run()
 

@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from trillora.errors import TrilloraError
+from trillora.errors import TrilloraError, nearest
 from trillora.files.hub import HUB_ID_AT, download
 from trillora.secrets import without_secrets
 
@@ -223,8 +223,20 @@ def _local(entry: str, source: int) -> list[DataFile]:
     hub_id = HUB_ID_AT.fullmatch(entry)
     if hub_id and kind_of(entry) is None:
         return _hub(entry, hub_id["id"], hub_id["revision"], None, source)
-    do = "check the path; a relative path in a recipe starts at the recipe's folder"
-    raise TrilloraError(f"The data file {entry} does not exist.", where=entry, do=do)
+    raise _no_file(entry)
+
+
+def _no_file(entry: str) -> TrilloraError:
+    """The error for a path where nothing is, with the most similar data file or folder in its place."""
+    folder, name = os.path.split(entry)
+    try:
+        others = [each.name for each in os.scandir(folder or ".") if each.is_dir() or kind_of(each.name)]
+    except OSError:
+        others = []
+    meant = nearest(name, others)
+    do = f"did you mean '{meant}'? Check" if meant else "check"
+    do += " the path; a relative path in a recipe starts at the recipe's folder"
+    return TrilloraError(f"The data file {entry} does not exist.", where=entry, do=do)
 
 
 def _hub(entry: str, name: str, revision: str | None, path: str | None, source: int) -> list[DataFile]:

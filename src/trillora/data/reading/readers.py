@@ -12,13 +12,15 @@ longest allowed row, not by the file. Rows are parsed later, in worker processes
 
 from __future__ import annotations
 
+import io
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from trillora.data.reading.archives import tar_members, zip_members
 from trillora.data.reading.cursor import MAX_ROW_BYTES, SAVE_AS_UTF8, SHORTEN, Cursor, too_long
-from trillora.data.reading.files import Content, DataFile, FileKind, cannot_read
+from trillora.data.reading.files import Content, DataFile, FileKind, cannot_read, read_block
 from trillora.data.reading.json_rows import json_rows
 from trillora.data.reading.parquet import ParquetDecoder
 from trillora.data.reading.streams import BLOCK, Damage, Meter, RawFile, Stream, Utf8, decompressed
@@ -75,6 +77,20 @@ def read_rows(
         else:
             yield from _member_rows(raw, file.kind, Cursor(), reading)
     meter.finish()
+
+
+def first_rows(file: DataFile, num_rows: int, row_path: str | None = None) -> list[RawRow | Fault]:
+    """The first rows of a local file, read from its first block alone. None of an archive or of a Parquet file, which
+    cannot be read in part."""
+    if file.kind.is_archive or file.kind.format == "parquet":
+        return []
+    with file.open() as stream:
+        block = read_block(stream, BLOCK)
+    meter = Meter(len(block), lambda count: None)
+    reading = _Reading(RowChoice(row_path), meter, ParquetDecoder(), say=lambda text: None)
+    found = list(itertools.islice(_member_rows(io.BytesIO(block), file.kind, Cursor(), reading), num_rows + 1))
+    is_cut = len(block) == BLOCK and len(found) <= num_rows  # the last one ends with the block, not with the row
+    return found[: len(found) - is_cut][:num_rows]
 
 
 def _archive_rows(raw: RawFile, kind: FileKind, reading: _Reading) -> RowsOfFile:

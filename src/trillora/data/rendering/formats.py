@@ -133,6 +133,15 @@ def _in_yaml(columns: dict[str, str]) -> str:
     return f"{{{', '.join(f'{key}: {word(column)}' for key, column in columns.items())}}}"
 
 
+def columns_of(format: str, row: Row) -> tuple[str, str] | None:
+    """The keys of the question and of the answer, in a format that has one of each."""
+    question, answers = _PLAIN_FORMATS.get(format, ("", ()))
+    answer = next((key for key in answers if row.get(key) is not None), None)
+    if answer is None or answer == question or row.get("input"):  # of alpaca, which belongs to the question
+        return None
+    return question, answer
+
+
 def convert(row: Row, format: str) -> Example:
     """The row as an example of the given format, except "template", which `RowTemplate` converts."""
     if format != "text" and (media := next((key for key in _MEDIA_KEYS if row.get(key)), None)):

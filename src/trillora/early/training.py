@@ -1,0 +1,129 @@
+"""What a person gets wrong when a run starts: its folder, its data, its model. The trainer checks everything again;
+here, the usual mistakes are found before jax, torch and transformers are imported.
+
+    check_start(load_recipe("recipe.yaml"), Path("runs/first"))
+
+    The data file /home/me/qs.csv does not exist.
+      where: /home/me/qs.csv
+      do:    did you mean 'qa.csv'? Check the path; a relative path in a recipe starts at the recipe's folder
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from trillora.data.reading.files import DataFile, expand, kind_of
+from trillora.data.reading.readers import first_rows
+from trillora.data.rendering.chat_templates import NAMED, find_template
+from trillora.data.rendering.formats import detect, picked
+from trillora.data.rendering.render import parse
+from trillora.data.rows import BadRow, Fault, place, refused
+from trillora.early.model import check_model, check_targets
+from trillora.errors import TrilloraError
+from trillora.files.hub import HUB_ID_AT
+from trillora.files.user_path import user_path
+from trillora.recipe.data_section import DataSection
+from trillora.recipe.schema import Recipe, stages_of
+from trillora.runs.files import ADAPTER, is_finished
+
+FEWEST_BYTES = 64 << 20  # free on the disk of a run; a rank-16 adapter of a small model with its checkpoints takes them
+ROWS_READ = 3  # of each file
+FILES_READ = 20  # of a folder
+
+
+def check_start(recipe: Recipe, out: Path) -> None:
+    """Checks a run that is about to start or to resume in `out`."""
+    check_is_folder(out)
+    check_not_finished(out)
+    check_room(out)
+    check_inputs(recipe)
+    check_targets(recipe.lora, check_model(recipe.model))
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """Checks the data of every stage."""
+    for stage in stages_of(recipe):
+        check_data(stage.recipe.data)
+
+
+def check_files_of(recipe: Recipe) -> None:
+    """Checks that the local files of every stage exist."""
+    for stage in stages_of(recipe):
+        for path in _paths(stage.recipe.data):
+            check_files(path)
+
+
+def check_is_folder(out: Path) -> None:
+    """Checks that a run can have this folder, which need not exist."""
+    user_path(out, where="--out")
+    if out.exists() and not out.is_dir():
+        raise TrilloraError("--out must be a folder, not a file.", where=str(out), do="choose another --out")
+
+
+def check_not_finished(out: Path) -> None:
+    """Checks that a run may be written to this folder: that it has no finished one."""
+    if is_finished(out):
+        do = "use another --out, or remove the folder"
+        if (out / ADAPTER).exists():
+            do += f"; to train its adapter further, use another --out and add lora.from={shlex.quote(str(out))}"
+        raise TrilloraError("This folder already contains a finished run.", where=str(out), do=do)
+
+
+def check_room(out: Path) -> None:
+    """Checks that the folder can be written and that its disk is not full."""
+    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.is_dir())
+    if not os.access(there, os.W_OK):
+        what = f"The run's folder cannot be written to: {there} is read-only for you."
+        raise TrilloraError(what, where=str(out), do="choose another --out, or change the permissions")
+    if (free := shutil.disk_usage(there).free) < FEWEST_BYTES:
+        what = f"The disk has only {free >> 20} MiB left, too little for checkpoints and an adapter."
+        raise TrilloraError(what, where=str(there), do="free some disk space, or use another disk with --out")
+
+
+def check_data(data: DataSection) -> None:
+    """Checks that the local files exist and that their first rows can be used. Files of the hub and URLs are not
+    opened."""
+    if data.chat_template is not None and data.chat_template not in NAMED:
+        find_template(data.chat_template, (), None)
+    for path in _paths(data):
+        for file in check_files(path)[:FILES_READ]:
+            if data.on_bad_row == "refuse":
+                _check_rows(file, data)
+
+
+def check_files(path: str) -> list[DataFile]:
+    """The local files of a path; an error if there are none."""
+    inner = path.removeprefix("file://")
+    is_of_hub = HUB_ID_AT.fullmatch(inner) and kind_of(inner) is None and not os.path.lexists(inner)
+    return [] if "://" in inner or is_of_hub else expand([inner])
+
+
+def _paths(data: DataSection) -> Iterator[str]:
+    sources = [data.path] if isinstance(data.path, str) else [source.path for source in data.path if not source.config]
+    yield from sources
+    if data.validation is not None:
+        yield data.validation
+
+
+def _check_rows(file: DataFile, data: DataSection) -> None:
+    """Refuses a file whose first rows cannot be read, or match no format."""
+    knows_format = data.format != "auto" or data.template is not None
+    unknown: TrilloraError | None = None
+    for row in first_rows(file, ROWS_READ, data.row_path):
+        where = place(file.name, row.member, row.line)
+        if isinstance(row, Fault):
+            raise refused(row.what, where, row.do)
+        try:
+            content = parse(row.raw)
+        except BadRow as error:
+            raise refused(error.what, where, error.do) from None
+        try:
+            knows_format = knows_format or bool(detect(picked(content, data.columns)))
+        except BadRow as error:
+            unknown = unknown or refused(error.what, where, error.do)
+    if unknown is not None and not knows_format:
+        raise unknown

@@ -2,13 +2,13 @@
 
 Signatures, docstrings and the comments after fields are read from the source, without importing it:
 
-    losses: tuple[float, ...]  # of every step, including those of earlier starts
+    losses: tuple[float, ...]  # of every step, earlier starts included
 
 becomes
 
-    | `losses` | `tuple[float, ...]` | of every step, including those of earlier starts |
+    | `losses` | `tuple[float, ...]` | of every step, earlier starts included |
 
-The functions are those in `trillora.__all__`; RESULTS are what they return, and EVENTS what a listener gets.
+The functions are the names in `trillora.__all__`; RESULTS are what they return, and EVENTS what a listener gets.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from trillora.files.checkpoints import Checkpoints
 from trillora.files.owner import lock_run, own_checkpoints
 from trillora.files.storage import LocalStorage, Storage, open_storage
 from trillora.training.run_folder import RunFolder
-from trillora.training.saved_record import RunRecord
+from trillora.training.saved_record import RunIdRecord
 from trillora.training.saver import Saver
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -271,10 +271,10 @@ def test_a_store_that_never_answers_is_an_error(
 # Checkpoints that are gone
 
 
-def started(run: Path, place: Storage) -> RunRecord:
+def started(run: Path, place: Storage) -> RunIdRecord:
     """A run with a checkpoint of step 3."""
     folder = RunFolder(run)
-    record = RunRecord(folder)
+    record = RunIdRecord(folder)
     record.compare([], None, place.where, ignore_events)
     record.write(None)
     checkpoints = Checkpoints(place)
@@ -287,7 +287,7 @@ def started(run: Path, place: Storage) -> RunRecord:
 def test_missing_checkpoints_of_a_started_run_are_an_error(place: Storage, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_id = started(run, place).run_id
-    again = RunRecord(RunFolder(run))
+    again = RunIdRecord(RunFolder(run))
     again.check_place(place)
     again.compare([2, 3], run_id, place.where, ignore_events)
     assert again.run_id == run_id
@@ -307,7 +307,7 @@ def test_missing_checkpoints_of_a_started_run_are_an_error(place: Storage, tmp_p
 def test_older_checkpoints_than_recorded_are_reported(place: Storage, tmp_path: Path) -> None:
     started(tmp_path / "run", place)
     events: list[Event] = []
-    RunRecord(RunFolder(tmp_path / "run")).compare([1, 2], None, place.where, events.append)
+    RunIdRecord(RunFolder(tmp_path / "run")).compare([1, 2], None, place.where, events.append)
     (alarm,) = events
     assert isinstance(alarm, Alarm) and "step-00000003, is missing" in alarm.text
 
@@ -315,11 +315,11 @@ def test_older_checkpoints_than_recorded_are_reported(place: Storage, tmp_path: 
 def test_checkpoints_of_another_run_are_refused_and_a_new_folder_adopts_them(place: Storage, tmp_path: Path) -> None:
     run_id = started(tmp_path / "run", place).run_id
     with pytest.raises(TrilloraError, match="belong to another run"):
-        RunRecord(RunFolder(tmp_path / "run")).compare([3], "another id", place.where, ignore_events)
-    fresh = RunRecord(RunFolder(tmp_path / "new machine"))
+        RunIdRecord(RunFolder(tmp_path / "run")).compare([3], "another id", place.where, ignore_events)
+    fresh = RunIdRecord(RunFolder(tmp_path / "new machine"))
     fresh.compare([3], run_id, place.where, ignore_events)
     assert fresh.run_id == run_id
-    assert RunRecord(RunFolder(tmp_path / "third")).run_id != run_id
+    assert RunIdRecord(RunFolder(tmp_path / "third")).run_id != run_id
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"run": 1}', '{"run": "a", "step": "x"}', '{"step": 3}', "[" * 9999])
@@ -327,13 +327,13 @@ def test_a_damaged_record_is_an_error(tmp_path: Path, content: str) -> None:
     folder = RunFolder(tmp_path)
     (tmp_path / "saved.json").write_text(content)
     with pytest.raises(TrilloraError) as caught:
-        RunRecord(folder)
+        RunIdRecord(folder)
     assert caught.value.where == str(tmp_path / "saved.json")
 
 
 def test_a_record_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Event] = []
-    record = RunRecord(RunFolder(tmp_path))
+    record = RunIdRecord(RunFolder(tmp_path))
     monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     record.listening(events.append)(Saved(step=1, where="ck/step-00000001", seconds=0.1))
     assert [type(event) for event in events] == [Alarm, Saved]

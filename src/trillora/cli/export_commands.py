@@ -25,7 +25,7 @@ StoredType = Annotated[
         "--type",
         metavar="TYPE",
         help="gguf, ollama: f16, q8_0, q4_0, … (default: f16 and q8_0). merged: float32, float16 or bfloat16 "
-        "(default: that of the base).",
+        "(default: the base's).",
     ),
 ]
 

@@ -14,7 +14,7 @@ RecipeOrData = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the recipe, e.g. train.steps=10."),
+    typer.Argument(metavar="KEY=VALUE", help="Options that replace the recipe's, e.g. train.steps=10."),
 ]
 Tiny = Annotated[
     bool,
@@ -94,7 +94,7 @@ QuantizeBase = Annotated[
         "--quantize",
         metavar="FORMAT",
         parser=parse_format,
-        help=f"Number format of the base: {', '.join(FORMATS)} (default: that of the run).",
+        help=f"Number format of the base: {', '.join(FORMATS)} (default: the run's).",
     ),
 ]
 # Of `trillora eval`.

@@ -26,6 +26,7 @@ from trillora.errors import EXIT_STOPPED, TrilloraError
 from trillora.safe_text import visible_line
 
 if TYPE_CHECKING:
+    from trillora.data.summary import DataReport
     from trillora.recipe.schema import Recipe
 
 EXIT_NO_GO = 1
@@ -209,35 +210,42 @@ def inspect(
         from trillora.recipe.schema import stages_of
 
         check_files_of(loaded)
-        from trillora.data.summary import inspect as summarise
+        from trillora.data.summary import inspect as summarize
 
         stages = [s for s in stages_of(loaded) if stage in (None, s.name)]
         if not stages:
             names = " ".join(s.name for s in stages_of(loaded))
             raise TrilloraError(f"There is no stage '{stage}'.", where="--stage", do=f"use one of: {names}")
         own = context.obj == OWN_PROCESS
-        reports = {s.name: summarise(s.recipe, only_progress(listener), row=row, hide_torch=own) for s in stages}
+        reports = {s.name: summarize(s.recipe, only_progress(listener), row=row, hide_torch=own) for s in stages}
     for name, report in reports.items():
         if as_json:
             print_json(report.to_dict())
         else:
-            from trillora.report.console import SafeConsole
-            from trillora.report.data.screen import show, show_examples
-
-            if len(reports) > 1:
-                print(f"Stage {name}")
-            (show if row is None else show_examples)(report, SafeConsole())
+            _show(report, name if len(reports) > 1 else None, only_examples=row is not None)
         if html is not None:
-            from trillora.report.data.page import write_page
-
-            file = html if len(reports) == 1 else html.with_stem(f"{html.stem}-{name}")
-            write_page(report, file)
-            print(f"Page written to {file}", file=sys.stderr)
+            _write_page(report, html if len(reports) == 1 else html.with_stem(f"{html.stem}-{name}"))
     for report in reports.values() if row is None else ():
         if (refusal := report.verdict.refusal()) is not None:
             if as_json:
                 raise refusal
             raise typer.Exit(EXIT_MISTAKE)  # the report has shown the error
+
+
+def _show(report: DataReport, stage: str | None, *, only_examples: bool) -> None:
+    from trillora.report.console import SafeConsole
+    from trillora.report.data.screen import show, show_examples
+
+    if stage is not None:
+        print(f"Stage {stage}")
+    (show_examples if only_examples else show)(report, SafeConsole())
+
+
+def _write_page(report: DataReport, file: Path) -> None:
+    from trillora.report.data.page import write_page
+
+    write_page(report, file)
+    print(f"Page written to {file}", file=sys.stderr)
 
 
 def _recipe_of(file: Path, model: str | None) -> Path | dict[str, Any]:

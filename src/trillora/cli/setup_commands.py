@@ -58,7 +58,7 @@ def new(
 
     What is not given as an option is asked, if this is a terminal.
     """
-    from trillora.early.new import PLACES, Answers, check_place, new_recipe, next_commands
+    from trillora.early.new import PLACES, NewRecipe, check_place, new_recipe, next_commands
     from trillora.files.user_path import user_path
     from trillora.recipe.load import load_recipe
 
@@ -79,7 +79,7 @@ def new(
     system = ask("System prompt for every row (empty: none)", system, "")
     run = Path(ask("Folder of the run", None if out is None else str(out), f"runs/{name}"))
     file = user_path(recipe or f"{name}.yaml", where="--recipe")
-    answers = Answers(model, data, place, system, run)
+    answers = NewRecipe(model, data, place, system, run)
     text = new_recipe(answers, file.absolute().parent)
     _write_new(file, text)
     load_recipe(file)

@@ -40,7 +40,7 @@ OnDemand = Annotated[
 ]
 Zone = Annotated[str | None, typer.Option("--zone", metavar="ZONE", help="Zone (default: the chip's first one).")]
 Project = Annotated[
-    str | None, typer.Option("--project", metavar="ID", help="Project of Google Cloud (default: that of gcloud).")
+    str | None, typer.Option("--project", metavar="ID", help="Project of Google Cloud (default: gcloud's).")
 ]
 Name = Annotated[
     str | None, typer.Option("--name", metavar="NAME", help="Name of the machine (default: trillora-RECIPE).")
@@ -98,7 +98,7 @@ def tpu_vm(
 
     Without --run, prints every command and the cost, and does nothing. The machine is deleted however the command ends,
     unless --keep is given. A preempted run resumes on a new machine if train.checkpoint_dir is in a bucket. The exit
-    code is that of the run. With --send-token, the token in HF_TOKEN is copied to the machine as a file, and removed
+    code is the run's. With --send-token, the token in HF_TOKEN is copied to the machine as a file, and removed
     after the run.
     """
     from trillora.launch.bundle import make_bundle

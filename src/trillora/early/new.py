@@ -1,6 +1,6 @@
 """A recipe with comments, made of the answers to five questions: `trillora new`.
 
-text = new_recipe(Answers("smollm2", "qa.csv", "auto", "Answer in one word.", Path("runs/qa")), Path.cwd())
+text = new_recipe(NewRecipe("smollm2", "qa.csv", "auto", "Answer in one word.", Path("runs/qa")), Path.cwd())
 
 # Train it:  trillora train qa.yaml --out runs/qa
 model: smollm2
@@ -33,7 +33,7 @@ PLACES = (*BACKENDS, *NOTEBOOKS)
 
 
 @dataclass(frozen=True)
-class Answers:
+class NewRecipe:
     """What a recipe is made of."""
 
     model: str
@@ -52,7 +52,7 @@ def check_place(place: str) -> str:
     return place
 
 
-def new_recipe(answers: Answers, folder: Path) -> str:
+def new_recipe(answers: NewRecipe, folder: Path) -> str:
     """The text of a recipe in `folder`."""
     data = DataSection(path=os.path.abspath(os.path.expanduser(answers.data)))
     check_data(data)
@@ -81,7 +81,7 @@ def new_recipe(answers: Answers, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def next_commands(answers: Answers, recipe: Path) -> list[tuple[str, str]]:
+def next_commands(answers: NewRecipe, recipe: Path) -> list[tuple[str, str]]:
     """What to do with a new recipe, in order."""
     file, out = shlex.quote(str(recipe)), shlex.quote(str(answers.out))
     steps = [("Look at its data", f"trillora inspect {file}")]

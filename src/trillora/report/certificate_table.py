@@ -21,9 +21,9 @@ VERDICTS = {
 PARTS = {
     "files": "the files are whole",
     "trained": "the weights are what was trained",
-    "contents": "configuration and other files are those of the export",
+    "contents": "configuration and other files are what the export writes",
     "reader": "another program computes the same",
-    "tokenizer": "tokens and template are those of training",
+    "tokenizer": "tokens and template are as in training",
     "masks": "only answers were trained",
 }
 STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}

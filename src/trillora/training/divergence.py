@@ -31,8 +31,8 @@ class DivergenceMonitor:
     guessing: float  # loss of uniform guessing: the logarithm of the vocabulary size
     bad: dict[str, int] = field(default_factory=dict)  # bad steps in a row, by reason
     first_bad: int | None = None  # first step of that row
-    first_loss: float | None = None  # of the run: that of the base model
-    recent: list[float] = field(default_factory=list)  # the latest losses, without those of `doubtful`
+    first_loss: float | None = None  # of the run: the base model's
+    recent: list[float] = field(default_factory=list)  # the latest losses, without `doubtful`
     doubtful: list[float] = field(default_factory=list)  # losses of the bad steps in a row
     lowest: float | None = None  # mean of the window in which the run did best
     usual: float | None = None  # nearly all losses of that window are below it
@@ -50,7 +50,7 @@ class DivergenceMonitor:
         return min(absurd, self.usual + FALLEN_BACK)
 
     def observe(self, step: int, loss: float, grad_norm: float, skipped: bool) -> None:
-        """Add a step. Steps count from 1; a step's loss is that of the state before it."""
+        """Add a step. Steps count from 1; a step's loss belongs to the state before it."""
         if step == 1 and math.isfinite(loss):
             self.first_loss = loss
         if reason := self._why_bad(loss, grad_norm, skipped):
@@ -58,7 +58,7 @@ class DivergenceMonitor:
             self.bad[reason] = self.bad.get(reason, 0) + 1
             self.doubtful += [loss] if math.isfinite(loss) else []
             return
-        # The run is well, so the high losses before this one were those of hard rows.
+        # The run is well, so the high losses before this one came from hard rows.
         self._learn([*self.doubtful, loss])
         self.bad, self.first_bad, self.doubtful = {}, None, []
 
@@ -80,7 +80,7 @@ class DivergenceMonitor:
             self.usual = sorted(self.recent)[math.ceil(USUAL * (len(self.recent) - 1))]
 
     def new_stage(self) -> None:
-        """Forget the losses: those of other data are not comparable."""
+        """Forget the losses: losses on other data are not comparable."""
         self.recent, self.doubtful, self.lowest, self.usual = [], [], None, None
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ from trillora.runs.files import METRICS_FILE
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch
 from trillora.step.group_plan import Selection, best, score
-from trillora.training.entries.programs import Work
+from trillora.training.entries.programs import EntryWork
 from trillora.training.entries.stepper import Results, read
 from trillora.training.run_folder import RunFolder
 from trillora.training.saver import Saver
@@ -101,7 +101,7 @@ class Run:
                 self.listener(Alarm(f"The report could not be written: {error!r}"))
 
 
-def train_entries(run: Run, works: Sequence[Work], state: TrainState) -> str | None:
+def train_entries(run: Run, works: Sequence[EntryWork], state: TrainState) -> str | None:
     """Trains the remaining entries in order. Returns the reason if the run was stopped."""
     for number, work in enumerate(works, 1):
         state, stopped = EntryLoop(run, work).train(state)
@@ -122,7 +122,7 @@ def train_entries(run: Run, works: Sequence[Work], state: TrainState) -> str | N
 class EntryLoop:
     """Trains all adapters of an entry to their end."""
 
-    def __init__(self, run: Run, work: Work) -> None:
+    def __init__(self, run: Run, work: EntryWork) -> None:
         self._run, self._entry, self._stepper, self._measures = run, work.entry, work.stepper, work.measures
         self._position = run.position
         self._pending: tuple[int, Results] | None = None
@@ -357,7 +357,7 @@ class EntryLoop:
             if number in going_on:
                 position.members[number].trial = []
             else:
-                self._end(number, "dropped", f"training loss {loss:.4f}, worse than that of other learning rates")
+                self._end(number, "dropped", f"training loss {loss:.4f}, worse than with other learning rates")
 
     def _diverge(self, number: int) -> None:
         """One of several adapters ends; the only one ends the run."""
@@ -378,7 +378,7 @@ class EntryLoop:
             self._run.listener(Note(f"Stage {own.name} ends: {reason}"))
 
     def _diverged(self) -> Diverged:
-        """Remove the checkpoints that may be bad. A step's loss is that of the state before it, so the state of step
+        """Remove the checkpoints that may be bad. A step's loss belongs to the state before it, so the state of step
         `first_bad - 1` is bad too."""
         [own], [stage], run = self._position.members, self._entry.members, self._run
         assert own.health.first_bad is not None

@@ -51,7 +51,7 @@ class RunFolder:
         self._replace(self.path / name, text.encode(), mode)
 
     def start_metrics(self, content: bytes = b"") -> None:
-        """Reset the metrics to those of a checkpoint. Later lines are removed: their steps are trained again."""
+        """Reset the metrics to a checkpoint's. Later lines are removed: their steps are trained again."""
         self._replace(self.metrics_file, content)
 
     def _replace(self, file: Path, content: bytes, mode: int = 0o666) -> None:

@@ -37,7 +37,7 @@ from trillora.tracking import tracking_listener
 from trillora.training import manifest
 from trillora.training.run_folder import RunFolder, read_lines
 from trillora.training.run_identity import differences, fixed_options, refuse, with_defaults
-from trillora.training.saved_record import RunRecord
+from trillora.training.saved_record import RunIdRecord
 from trillora.training.saver import Saver
 from trillora.training.signals import Stop
 from trillora.training.stalls.watchdog import Watchdog
@@ -52,7 +52,7 @@ class TrainResult:
 
     run: Path
     adapter: Path | None  # None if the run was stopped early
-    losses: tuple[float, ...]  # of every step, including those of earlier starts
+    losses: tuple[float, ...]  # of every step, earlier starts included
     num_compiles: int  # of the training step, in this process
     stopped: str | None = None  # why it stopped early; the same call resumes it
 
@@ -81,7 +81,7 @@ class RunProcess:
         self._listener = self._watch.allow_compiling(listener)
         self._watchdog = Watchdog(self._listener, folder.add_stall)
         self._accept_changes = accept_changes
-        self._record = RunRecord(folder)
+        self._record = RunIdRecord(folder)
         self._start: Start | None = None  # the adapter that a new run starts from
 
     def _open(self) -> tuple[list[Any], OpenModel]:

@@ -3,7 +3,7 @@
     {"run": "5f0c…", "step": 120, "where": "gs://bucket/run/step-00000120"}
 
 Without it, a drive that is not mounted would look like a run that has not started, and the checkpoints of another run
-like those of this one. The id is also in every checkpoint, so a new machine that has only the checkpoints adopts it.
+like this one's. The id is also in every checkpoint, so a new machine that has only the checkpoints adopts it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trillora.training.run_folder import RunFolder
 _START_OVER = "to start over, use another --out or remove the run's folder"
 
 
-class RunRecord:
+class RunIdRecord:
     """The record of one run in its folder."""
 
     def __init__(self, folder: RunFolder) -> None:

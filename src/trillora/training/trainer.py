@@ -41,13 +41,13 @@ from trillora.step.compile_guard import describe
 from trillora.step.decisions import memory_limit
 from trillora.training import manifest
 from trillora.training.entries.plan import Choices, Plans, plan_entries, resolve, widest_of
-from trillora.training.entries.programs import Ahead, Copy, Work, planned_programs, start_state
+from trillora.training.entries.programs import Ahead, Copy, EntryWork, planned_programs, start_state
 from trillora.training.entries.timeline import Entry, timeline_of
 from trillora.training.loop import Diverged, Run, train_entries
 from trillora.training.results import Results
 from trillora.training.run_folder import RunFolder, losses
 from trillora.training.run_process import Identity, RunProcess, TrainResult, peak_seconds_per_token
-from trillora.training.saved_record import RunRecord
+from trillora.training.saved_record import RunIdRecord
 from trillora.training.saver import Saver
 from trillora.training.signals import Interrupted, Stop
 from trillora.training.state.files import (
@@ -101,7 +101,7 @@ def _owned_checkpoints(recipe: Recipe, folder: RunFolder, is_writer: bool, liste
         yield Checkpoints(storage)
         return
     with lock_run(folder.path, listener):
-        RunRecord(folder).check_place(storage)
+        RunIdRecord(folder).check_place(storage)
         with own_checkpoints(storage, folder.path, listener) as owned:
             yield Checkpoints(storage, owned.check if owned else None)
 
@@ -235,7 +235,7 @@ class _Training(RunProcess):
             kept=kept,
         )
 
-    def _results(self, course: Course, run: Run, works: Sequence[Work]) -> Results:
+    def _results(self, course: Course, run: Run, works: Sequence[EntryWork]) -> Results:
         entry, plans = course.entries[-1], course.plans[-1]
         measures = works[-1].measures if works else ()
         if not works and not entry.is_single:  # its adapters are scored with the program that evaluated them
@@ -244,7 +244,7 @@ class _Training(RunProcess):
         return Results(self._recipe, entry, run, plan.assembly, plan.settings, measures, course.model)
 
     def _to_the_end(
-        self, run: Run, works: Sequence[Work], state: TrainState, results: Results, of_run: RunManifest
+        self, run: Run, works: Sequence[EntryWork], state: TrainState, results: Results, of_run: RunManifest
     ) -> TrainResult:
         """Trains the remaining entries. Leaves the run's adapters, or a checkpoint if the run was stopped."""
         position, adapter = run.position, None

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# Forward; all gradients in one kernel; the gradients of keys and values, and that of queries, in two kernels.
+# Forward; all gradients in one kernel; the gradients of keys and values, and the gradient of queries, in two kernels.
 Phase = Literal["fwd", "fused", "dkv", "dq"]
 
 LARGEST_BLOCK = 1024

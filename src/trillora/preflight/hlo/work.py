@@ -264,7 +264,7 @@ def _stated_torus_dims(instruction: Instruction) -> int | None:
 
 def _is_relabelling(fusion: Instruction, inner: Computation) -> bool:
     """Whether a fusion inside another one only gives its operand another tiling, in place. 8-bit weights of all layers
-    get one before those of a layer are sliced from them."""
+    get one before a layer's are sliced from them."""
     is_in_place = "output_to_operand_aliasing" in fusion.attributes
     return is_in_place and len(inner.parameters) == 1 and inner.origin(inner.root.name) is inner.parameters[0]
 

@@ -1,4 +1,4 @@
-"""Prints a data report. Without colours, brackets mark the trained text."""
+"""Prints a data report. Without colors, brackets mark the trained text."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def coloured(pieces: Iterable[ExcerptPiece | Gap]) -> Text:
 
 
 def bracketed(pieces: Iterable[ExcerptPiece | Gap]) -> Text:
-    """Trained text between ⟦ and ⟧: one pair for neighbouring pieces and the gaps between them."""
+    """Trained text between ⟦ and ⟧: one pair for neighboring pieces and the gaps between them."""
     runs: list[tuple[bool, str]] = []
     for piece in pieces:
         trained = runs[-1][0] if isinstance(piece, Gap) and runs else isinstance(piece, ExcerptPiece) and piece.trained

@@ -23,7 +23,7 @@ def say_verdict(report: DataReport) -> DataVerdict:
 
 
 def bad_rows_by_reason(report: DataReport) -> list[tuple[int, str, list[DataProblem]]]:
-    """How many rows are bad for each reason, the reason, and those of them that the report names."""
+    """How many rows are bad for each reason, the reason, and the rows that the report names."""
     found = []
     for reason in report.reasons:
         rows = [row for row in report.first_bad_rows if reason_of(row.what) == reason.what]

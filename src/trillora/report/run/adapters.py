@@ -32,7 +32,7 @@ class AdapterRecord:
     reason: str
     last_step: int
     best: Evaluated | None  # the trained state with the lowest loss
-    best_loss: float | None  # as in group.json, or else that of `best`
+    best_loss: float | None  # as in group.json, or else of `best`
     best_step: int | None
     folder: str | None
     step: int | None  # whose weights the folder has

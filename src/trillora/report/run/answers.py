@@ -19,7 +19,7 @@ MAX_CHARACTERS = 3000  # of one text; a longer one loses its middle
 
 
 @dataclass(frozen=True)
-class Answer:
+class ShownAnswer:
     """One of the texts below a prompt."""
 
     kind: str  # before, after, expected: CSS class
@@ -31,11 +31,11 @@ class Answer:
 @dataclass(frozen=True)
 class Conversation:
     prompt: str
-    answers: list[Answer]
+    answers: list[ShownAnswer]
 
 
 @dataclass(frozen=True)
-class Answers:
+class ShownAnswers:
     """The conversations of a run, or of one adapter of several."""
 
     name: str  # of the adapter
@@ -45,7 +45,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt with its first answer and that of the adapter. They are the same if there is only one."""
+    """A prompt with its first answer and the adapter's. They are the same if there is only one."""
 
     text: str
     first: tuple[int, Sample]  # with its step
@@ -59,8 +59,8 @@ class _Prompt:
         return self.expected is not None and is_right(self.expected, answered[1].answer)
 
 
-def answers(run: RunRecord) -> list[Answers]:
-    """For each prompt, its first answer and that of the adapter. Each of several adapters has prompts of its own."""
+def answers(run: RunRecord) -> list[ShownAnswers]:
+    """For each prompt, its first answer and the adapter's. Each of several adapters has prompts of its own."""
     groups = _prompts_by_adapter(run)
     most = max(MAX_SAMPLES // max(len(groups), 1), 1)
     return [_answers(name, prompts, most) for name, prompts in list(groups.items())[: 2 * MAX_SAMPLES] if prompts]
@@ -108,8 +108,8 @@ def _prompts(events: Iterable[Sampled], step: int | None) -> list[_Prompt]:
     ]
 
 
-def _answers(name: str, prompts: Sequence[_Prompt], most: int) -> Answers:
-    return Answers(name, [_conversation(prompt) for prompt in prompts[:most]], max(len(prompts) - most, 0))
+def _answers(name: str, prompts: Sequence[_Prompt], most: int) -> ShownAnswers:
+    return ShownAnswers(name, [_conversation(prompt) for prompt in prompts[:most]], max(len(prompts) - most, 0))
 
 
 def _conversation(prompt: _Prompt) -> Conversation:
@@ -125,15 +125,15 @@ def _when(step: int) -> str:
     return f"step {step:,}" if step else "the base model"
 
 
-def conversation(prompt: str, shown: list[Answer], expected: str | None) -> Conversation:
+def conversation(prompt: str, shown: list[ShownAnswer], expected: str | None) -> Conversation:
     """A prompt with its answers and the expected one, all of limited length."""
     if expected is not None:
         shown = [*shown, answer("expected", "Expected", expected, None)]
     return Conversation(shorter(prompt), shown)
 
 
-def answer(kind: str, label: str, text: str, expected: str | None) -> Answer:
-    return Answer(kind, label, shorter(text), None if expected is None else is_right(expected, text))
+def answer(kind: str, label: str, text: str, expected: str | None) -> ShownAnswer:
+    return ShownAnswer(kind, label, shorter(text), None if expected is None else is_right(expected, text))
 
 
 def shorter(long: str) -> str:

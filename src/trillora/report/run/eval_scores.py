@@ -22,7 +22,7 @@ LONGER_LABELS = {**LABELS, "right_fields": "JSON with the expected fields", "cho
 
 
 @dataclass(frozen=True)
-class Value:
+class ShownValue:
     text: str
     kind: str  # adapted, guess, or nothing: CSS class
     share: float | None  # the length of a meter below it
@@ -40,28 +40,28 @@ class Change:
 @dataclass(frozen=True)
 class Row:
     label: str
-    values: tuple[Value, Value, Value]  # base, adapter, guessing
+    values: tuple[ShownValue, ShownValue, ShownValue]  # base, adapter, guessing
     change: Change | None
 
 
 @dataclass(frozen=True)
-class Table:
+class ScoreTable:
     names: tuple[str, ...]  # of the columns
     metrics: list[Row]
     fields: list[Row]
 
 
 @dataclass(frozen=True)
-class Scores:
+class ShownScores:
     """The test set, or one of its files."""
 
     title: str
-    table: Table
+    table: ScoreTable
     examples: list[Conversation]
 
 
 @dataclass(frozen=True)
-class Forgetting:
+class ShownForgetting:
     lost: str  # share of the general questions; empty if none
     is_chance: bool
     num_questions: int
@@ -71,7 +71,7 @@ class Forgetting:
 
 
 @dataclass(frozen=True)
-class Condition:
+class ShownCondition:
     condition: str
     is_met: bool
     value: str
@@ -79,10 +79,10 @@ class Condition:
 
 @dataclass(frozen=True)
 class EvalScores:
-    whole: Scores | None
-    files: list[Scores]  # if there are several
-    forgetting: Forgetting | None
-    gate: list[Condition]
+    whole: ShownScores | None
+    files: list[ShownScores]  # if there are several
+    forgetting: ShownForgetting | None
+    gate: list[ShownCondition]
 
 
 def eval_scores(run: RunRecord) -> EvalScores | None:
@@ -94,9 +94,9 @@ def eval_scores(run: RunRecord) -> EvalScores | None:
     whole = None
     if not files:
         name = words(found.get("data")) or "test set"
-        whole = Scores(f"{name}{_rows(found)}", _table(found, shown_metrics(kind)), _examples(found))
+        whole = ShownScores(f"{name}{_rows(found)}", _table(found, shown_metrics(kind)), _examples(found))
     elif shared := _shared(files):
-        whole = Scores(f"Mean of the files{_rows(found)}", _table(found, shared), [])
+        whole = ShownScores(f"Mean of the files{_rows(found)}", _table(found, shared), [])
     return EvalScores(
         whole, [_file(file) for file in files], _forgetting(mapping(found.get("forgetting"))), _gate(found)
     )
@@ -110,7 +110,7 @@ def _shared(files: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _file(found: dict[str, Any]) -> Scores:
+def _file(found: dict[str, Any]) -> ShownScores:
     """One of several files; its first score is in the title."""
     of_base, of_adapter = mapping(found.get("base")), mapping(found.get("adapter"))
     every = shown_metrics(words(found.get("kind")))
@@ -124,7 +124,7 @@ def _file(found: dict[str, Any]) -> Scores:
             f", base {as_text(before)}" if before is not None else ""
         )
     title = words(found.get("label")) or words(found.get("data")) or "file"
-    return Scores(f"{title}{_rows(found)}{headline}", _table(found, every), _examples(found))
+    return ShownScores(f"{title}{_rows(found)}{headline}", _table(found, every), _examples(found))
 
 
 def _rows(found: dict[str, Any]) -> str:
@@ -132,7 +132,7 @@ def _rows(found: dict[str, Any]) -> str:
     return f", {rows:,} rows" if rows is not None else ""
 
 
-def _table(found: dict[str, Any], metrics: Sequence[str]) -> Table:
+def _table(found: dict[str, Any], metrics: Sequence[str]) -> ScoreTable:
     base, adapter, guess, changes = (mapping(found.get(name)) for name in ("base", "adapter", "majority", "intervals"))
     chance = finite(found.get("chance"))
     names = ("base", "adapter", "change, 95 %" if changes else "", "majority guess" if guess or chance else "")
@@ -146,7 +146,7 @@ def _table(found: dict[str, Any], metrics: Sequence[str]) -> Table:
         _row(name, [part.get(name) for part in (of_base, of_adapter, guess)], mapping(changes.get(f"fields.{name}")))
         for name in list(dict.fromkeys([*of_adapter, *of_base, *guess]))[:MAX_FIELDS]
     ]
-    return Table(names, [row for row in rows if row], [row for row in fields if row])
+    return ScoreTable(names, [row for row in rows if row], [row for row in fields if row])
 
 
 def _row(label: str, values: Sequence[Any], change: dict[str, Any], *, share: bool = True) -> Row | None:
@@ -155,7 +155,7 @@ def _row(label: str, values: Sequence[Any], change: dict[str, Any], *, share: bo
     if all(value is None for value in known):
         return None
     base, adapter, guess = (
-        Value(
+        ShownValue(
             "" if value is None else (format_percent if share else format_number)(value), kind, value if share else None
         )
         for kind, value in zip(("", "adapted", "guess"), known, strict=True)
@@ -178,13 +178,13 @@ def _signed(value: float, share: bool) -> str:
     return ("\u2212" if value < 0 else "+") + format_number(abs(value))
 
 
-def _forgetting(meter: dict[str, Any]) -> Forgetting | None:
+def _forgetting(meter: dict[str, Any]) -> ShownForgetting | None:
     base, adapter, lost, kl = (
         finite(meter.get(name)) for name in ("base_accuracy", "adapter_accuracy", "forgetting", "kl")
     )
     if base is None or adapter is None or lost is None or kl is None:
         return None
-    return Forgetting(
+    return ShownForgetting(
         format_percent(lost) if lost else "",
         mapping(meter.get("interval")).get("beyond_chance") is not True,
         count(meter.get("num_questions")) or 0,
@@ -194,9 +194,9 @@ def _forgetting(meter: dict[str, Any]) -> Forgetting | None:
     )
 
 
-def _gate(found: dict[str, Any]) -> list[Condition]:
+def _gate(found: dict[str, Any]) -> list[ShownCondition]:
     return [
-        Condition(
+        ShownCondition(
             words(condition.get("condition")),
             condition.get("met") is True,
             "not measured" if (value := finite(condition.get("value"))) is None else format_number(value),

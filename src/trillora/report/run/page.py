@@ -46,7 +46,7 @@ TIME_FORMAT = "%d %b, %H:%M"  # the head of the page has the year
 
 
 @dataclass(frozen=True)
-class Stage:
+class ShownStage:
     """What a stage trained on."""
 
     title: str  # empty if there is only one
@@ -98,7 +98,7 @@ def page(run: RunRecord) -> str:
 
 
 def _distinct(stages: Iterable[StageRecord]) -> list[StageRecord]:
-    """One stage for all adapters that train on the same rows, as those of a sweep do."""
+    """One stage for all adapters that train on the same rows, as in a sweep."""
     found: list[tuple[StageRecord, list[StageRecord]]] = []  # what they share, and the stages
     for stage in stages:
         shared = replace(stage, name="", learning_rate=None)
@@ -168,7 +168,7 @@ def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value and math.isfinite(value)]
 
 
-def _stage(stage: StageRecord, is_one_of_many: bool) -> Stage:
+def _stage(stage: StageRecord, is_one_of_many: bool) -> ShownStage:
     plan = [
         f"{stage.num_steps:,} steps" if stage.num_steps else "",
         f"of {stage.batch_size:,} sequences" if stage.batch_size else "",
@@ -179,7 +179,7 @@ def _stage(stage: StageRecord, is_one_of_many: bool) -> Stage:
     counts = [f"{int(stage.data[name]):,} {label}" for name, label in labels.items() if name in stage.data]
     counts += [f"{stage.num_evaluated:,} evaluation documents"] if stage.num_evaluated else []
     lines = " ".join(part for part in plan if part) + rate, ", ".join(counts)
-    return Stage(
+    return ShownStage(
         title=stage.name if is_one_of_many else "",
         lines=[line for line in lines if line],
         tokens=_tokens(stage.data),

@@ -150,7 +150,7 @@ def _part(event: Metric) -> str:
 
 
 def _find_adapter(run: RunRecord, known: tuple[str, ...]) -> None:
-    """The adapter of a finished run, one of those it trained together, or that of the newest checkpoint."""
+    """The adapter of a finished run, one of several that it trained together, or the newest checkpoint's."""
     folders = {}
     try:
         for folder in (run.folder / CHECKPOINTS).iterdir():

@@ -89,8 +89,8 @@ def _change_of_loss(run: RunRecord) -> tuple[str, ...]:
 
 
 def before_and_after(run: RunRecord) -> tuple[Evaluated, Evaluated] | None:
-    """The first evaluation of the last stage, and that of the run's adapter; of an unfinished run, the last one. Each
-    stage has its own evaluation set. Of several adapters, the same of the best one."""
+    """The first evaluation of the last stage, and the evaluation of the run's adapter; of an unfinished run, the last
+    one. Each stage has its own evaluation set. Of several adapters, the same of the best one."""
     if run.adapters:
         best = run.best
         if best is None or best.best is None:

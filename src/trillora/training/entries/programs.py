@@ -39,7 +39,7 @@ Copy = Callable[[TrainState], TrainState]
 
 
 @dataclass(frozen=True)
-class Work:
+class EntryWork:
     """An entry and its compiled programs."""
 
     entry: Entry
@@ -89,7 +89,7 @@ class Ahead:
             self._base = assembly.base_shapes, read_base(self._opened.folder, assembly, self._listener)
         return self._base[1]
 
-    def work(self, number: int, plans: Plans, copy: Copy) -> Work:
+    def work(self, number: int, plans: Plans, copy: Copy) -> EntryWork:
         """The entry with all its programs."""
         entry, plan = self._entries[number], widest_of(plans)
         if number not in self._programs or self._programs[number][0] is not plan.assembly:
@@ -106,7 +106,7 @@ class Ahead:
             steps = compile_lengths(plan, entry.members[0].batches, self._listener)
             num_compiles += len(steps) - 1
             stepper = SingleStepper(entry, plan.assembly, Programs(f"The step of {entry.name}", steps), copy)
-        return Work(entry, stepper, measures, close, num_compiles)
+        return EntryWork(entry, stepper, measures, close, num_compiles)
 
     def _start_programs(self, number: int, assembly: Assembly) -> None:
         """The programs of an entry, except its steps. A resumed run may not need those that answer prompts."""

@@ -233,7 +233,7 @@ def read_facts(files: Mapping[str, bytes]) -> CheckpointFacts:
 
 def find_fault(step: int, files: dict[str, bytes]) -> str | None:
     """What is wrong with the files of a checkpoint whose checksums are right; None if they are what a run writes. It
-    does not depend on the recipe: `from_files` compares shapes with those of the run."""
+    does not depend on the recipe: `from_files` compares shapes with the run's."""
     try:
         _check(step, files)
     except TrilloraError as error:
@@ -276,7 +276,7 @@ def check_metrics(lines: bytes) -> None:
 
 
 def _check_options(config: AdapterConfig, options: dict[str, Any]) -> None:
-    """The adapter's configuration has the values of the recipe. Those of `lora.from` are not in the recipe."""
+    """The adapter's configuration has the recipe's values. The values of `lora.from` are not in the recipe."""
     used = {"dropout": config.lora_dropout, "rslora": config.use_rslora}
     given = {option: options.get(f"lora.{option}", value) for option, value in used.items()}
     if "lora.rank" in options and "lora.alpha" in options:

@@ -1,6 +1,6 @@
 """The curves of a run that trains several adapters together: one line per adapter, in its own color.
 
-A sweep colors its adapters by learning rate, from blue (low) to red (high); those of the same rate differ in their
+A sweep colors its adapters by learning rate, from blue (low) to red (high); adapters of the same rate differ in their
 dashes. Phases get colors that differ clearly.
 """
 

@@ -28,6 +28,7 @@ FASTER_COMPILATION = (
 FLAGS = ("--xla_force_host_platform_device_count=8", *FASTER_COMPILATION)
 
 LONGEST = (
+    "test_first_ten_minutes.py",
     "test_scores.py",
     "test_notebooks.py",
     "test_ready_notebooks.py",

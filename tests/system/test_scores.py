@@ -1,4 +1,5 @@
-"""Whole runs of the real embedded model reach their scores: the quickstart, and --tiny of the recipes.
+"""Whole runs of the real embedded model reach their scores: --tiny of the recipes. test_first_ten_minutes.py has the
+quickstart.
 
 Each run is a process with XLA's optimizations and without the settings of conftest.py. A threshold is below what was
 measured on x86-64 and on ARM, and far above what the base or a guess has; `make recipes` trains all steps.
@@ -6,7 +7,6 @@ measured on x86-64 and on ARM, and far above what the base or a guess has; `make
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,8 +17,6 @@ import pytest
 import tiny_run
 from dose import full_dose_only
 from kept_variables import FILES
-
-from trillora.quickstart import run as lesson
 
 pytestmark = full_dose_only
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -37,19 +35,6 @@ def trillora(*words: str) -> str:
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stderr == ""
     return done.stdout
-
-
-def test_the_quickstart_learns_what_its_readme_says(tmp_path: Path, record_property: Any) -> None:
-    out = tmp_path / "quickstart"
-    found = json.loads(trillora("quickstart", "--out", str(out), "--json").splitlines()[-1])
-    base, adapter, guess = found["base"], found["adapter"], found["majority"]
-    assert found["num_rows"] == lesson.NUM_TESTED
-    fields = adapter["fields"]
-    record_property("quickstart", ", ".join(f"{name} {share:.0%}" for name, share in fields.items()))
-    assert base["right_fields"] == 0 and adapter["right_fields"] >= 0.95
-    assert fields["provider"] >= guess["provider"] + 0.15  # 91 % were measured where a guess has 56 %
-    assert fields["area"] >= guess["area"] + 0.30  # 69 % and 19 %
-    assert "provider" in (out / "report.html").read_text("utf-8")
 
 
 # Merged adapters are scored on test rows, which takes longer than the training: without these rows, that is left out.

@@ -125,8 +125,8 @@ def test_a_chat_template_must_exist(world: Path) -> None:
 
 def test_a_finished_run_says_how_to_train_further(world: Path) -> None:
     with pytest.raises(TrilloraError, match="finished run") as caught:
-        check_not_finished(Path("runs/done"))
-    assert caught.value.do.endswith("add lora.from=runs/done")
+        check_not_finished(load_recipe("ok.yaml"), Path("runs/done"))
+    assert "raise train.steps" in caught.value.do and caught.value.do.endswith("add lora.from=runs/done")
 
 
 def test_a_full_disk_is_noticed_before_the_run(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

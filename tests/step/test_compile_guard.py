@@ -91,14 +91,14 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
 def test_plan_names_the_programs_that_are_then_compiled(whole: Watched) -> None:
     (plan,) = [e.text for e in whole.events if isinstance(e, Note) and "programs are compiled" in e.text]
     assert plan == (
-        "10 programs are compiled: the state before the first step; 2 for the step of stage raw (8 x 48, 8 x 64); the "
+        "9 programs are compiled: the state before the first step; 2 for the step of stage raw (8 x 48, 8 x 64); the "
         "evaluation of stage raw (4 x 64); 2 for the answers of stage raw (prompts of up to 48 tokens, read and "
-        "answered); the state at the end of stage raw; the step of stage chat (4 x 64); the state at the end of stage "
-        "chat; the copy of the state for a checkpoint"
+        "answered); the state at the end of stage raw; the step of stage chat (4 x 64); the copy of the state for a "
+        "checkpoint"
     )
     assert whole.events.index(Note(plan)) < next(i for i, e in enumerate(whole.events) if isinstance(e, Step))
-    expected = {"first_state": 1, "train_step": 3, "eval_step": 1, "read": 1, "write": 1, "next_state": 2, "copy": 1}
-    assert {name: whole.compiled[name] for name in expected} == expected and sum(expected.values()) == 10
+    expected = {"first_state": 1, "train_step": 3, "eval_step": 1, "read": 1, "write": 1, "next_state": 1, "copy": 1}
+    assert {name: whole.compiled[name] for name in expected} == expected and sum(expected.values()) == 9
 
 
 @pytest.mark.parametrize("step", [slow_case(2), 6])

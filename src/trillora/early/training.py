@@ -27,18 +27,20 @@ from trillora.errors import TrilloraError
 from trillora.files.hub import HUB_ID_AT
 from trillora.files.user_path import user_path
 from trillora.recipe.data_section import DataSection
+from trillora.recipe.load import load_run_recipe
 from trillora.recipe.schema import Recipe, stages_of
-from trillora.runs.files import ADAPTER, is_finished
+from trillora.runs.files import ADAPTER, GROUP_FILE, is_finished, is_run
 
 FEWEST_BYTES = 64 << 20  # free on the disk of a run; a rank-16 adapter of a small model with its checkpoints takes them
 ROWS_READ = 3  # of each file
+LENGTHS = ("steps", "epochs")  # options that a finished run may have more of
 FILES_READ = 20  # of a folder
 
 
 def check_start(recipe: Recipe, out: Path) -> None:
     """Checks a run that is about to start or to resume in `out`."""
     check_is_folder(out)
-    check_not_finished(out)
+    check_not_finished(recipe, out)
     check_room(out)
     check_inputs(recipe)
     check_targets(recipe.lora, check_model(recipe.model))
@@ -64,13 +66,21 @@ def check_is_folder(out: Path) -> None:
         raise TrilloraError("--out must be a folder, not a file.", where=str(out), do="choose another --out")
 
 
-def check_not_finished(out: Path) -> None:
-    """Checks that a run may be written to this folder: that it has no finished one."""
-    if is_finished(out):
-        do = "use another --out, or remove the folder"
+def check_not_finished(recipe: Recipe, out: Path) -> None:
+    """Checks that a run may be written to this folder: that it has no finished one, or is to become longer."""
+    if is_finished(out) and not is_longer(recipe, out):
+        do = "use another --out, or remove the folder; to train this run longer, raise train.steps or train.epochs"
         if (out / ADAPTER).exists():
             do += f"; to train its adapter further, use another --out and add lora.from={shlex.quote(str(out))}"
         raise TrilloraError("This folder already contains a finished run.", where=str(out), do=do)
+
+
+def is_longer(recipe: Recipe, run: Path) -> bool:
+    """Whether the recipe asks a finished run of one adapter for more steps. Only the data tells how many epochs are."""
+    if not (run / ADAPTER).exists() or (run / GROUP_FILE).exists() or not is_run(run):
+        return False
+    now, before = (stages_of(each)[-1].recipe.train for each in (recipe, load_run_recipe(run).recipe))
+    return any((getattr(now, name) or 0) > (getattr(before, name) or 0) for name in LENGTHS)
 
 
 def check_room(out: Path) -> None:

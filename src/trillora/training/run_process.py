@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,10 +159,12 @@ class RunProcess:
             others["lora.from"] = self._start.digest
         return stages, lambda: {"model": weights.result(), **others}
 
-    def _check_unchanged(self, facts: CheckpointFacts, identity: dict[str, str]) -> None:
-        """Refuses to resume with other inputs or options, unless the user accepts the changes."""
+    def _check_unchanged(self, facts: CheckpointFacts, identity: dict[str, str], may_change: Sequence[str]) -> None:
+        """Refuses to resume with other inputs or options, unless the user accepts the changes. `may_change`: names of
+        options."""
         now = {**identity, **mask_values(fixed_options(keep_fixed(self._recipe, facts.resolved)))}
         then = {**facts.identity, **with_defaults(facts.options, now)}
+        now, then = ({key: each[key] for key in each if key.split(".")[-1] not in may_change} for each in (now, then))
         if (changed := differences(then, now)) and not self._accept_changes:
             raise refuse(changed, self._folder.path, facts.position.global_step)
         for change in changed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,10 @@ import jax
 
 from trillora.devices.cluster import join_cluster
 from trillora.devices.mesh import any_process
-from trillora.early.training import check_not_finished
+from trillora.early.training import LENGTHS, check_not_finished
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
-from trillora.events import AdaptersStarted, Listener, Note, ignore_events
+from trillora.events import AdaptersStarted, Alarm, Listener, Note, ignore_events
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.owner import lock_run, own_checkpoints, removed_if_unused
 from trillora.files.storage import open_storage
@@ -32,7 +33,16 @@ from trillora.recipe import run_file
 from trillora.recipe.resolve import ResolvedRecipe
 from trillora.recipe.schema import Recipe, seconds_of
 from trillora.report.event_text import adapted_lines
-from trillora.runs.files import CHECKPOINTS, MANIFEST_FILE, METRICS_FILE, RECIPE_FILE, RESOLVED_FILE
+from trillora.runs.files import (
+    ADAPTER,
+    CHECKPOINTS,
+    EXPORTS,
+    MANIFEST_FILE,
+    METRICS_FILE,
+    RECIPE_FILE,
+    RESOLVED_FILE,
+    is_finished,
+)
 from trillora.runs.manifest import RunManifest
 from trillora.step.adapted_share import adapted_share
 from trillora.step.autotune import Plan
@@ -82,7 +92,7 @@ def train(
 def _train(
     recipe: Recipe, folder: RunFolder, is_writer: bool, stop: Stop, listener: Listener, accept_changes: bool
 ) -> TrainResult:
-    check_not_finished(folder.path)
+    check_not_finished(recipe, folder.path)
     with _owned_checkpoints(recipe, folder, is_writer, listener) as checkpoints, compiling_in_background():
         return _Training(recipe, folder, checkpoints, stop, listener, accept_changes).run()
 
@@ -143,6 +153,8 @@ class _Training(RunProcess):
         devices, model = self._open()
         saved = self._newest()
         course = self._plan(devices, model, read_facts(saved[1]) if saved else None)
+        if is_finished(self._folder.path):
+            self._set_aside(course)
         of_run = self._write_recipe(course)
         self._describe(course, is_new=saved is None)
         base = course.ahead.base(course.plan.assembly)
@@ -167,13 +179,34 @@ class _Training(RunProcess):
             position = Position.start(entries[0].names, math.log(model.config.get_text_config().vocab_size))
         else:
             position = facts.position
-            self._check_unchanged(facts, identity())
+            is_longer = position.entry == len(entries) and position.step < entries[-1].num_steps
+            self._check_unchanged(facts, identity(), LENGTHS if is_longer else ())
+            if is_longer:
+                position.reopen()
         ahead = Ahead(entries, model, memory_limit(devices), position.entry, facts is None, listener)
         is_same_hardware = facts is not None and facts.devices == manifest.describe_devices(devices)
         choices = Choices(model.config, devices, before, is_same_hardware, listener, ahead.meanwhile)
         plans = plan_entries(entries, choices, position.entry)
         resolved = resolve(recipe, entries, plans, before, position.entry)
         return Course(devices, model, identity, entries, plans, ahead, position, resolved, resolved.fill(recipe))
+
+    def _set_aside(self, course: Course) -> None:
+        """A finished run that is trained longer is not finished: its adapter moves to RUN/exports."""
+        step, folder = course.position.step, self._folder.path
+        if not course.left:
+            what, do = "This run already has all steps that the recipe asks for.", "raise train.steps or train.epochs"
+            raise TrilloraError(what, where=str(folder), do=do)
+        kept = folder / EXPORTS / f"adapter-step-{course.position.global_step}"
+        if jax.process_index() == 0:
+            shutil.rmtree(kept, ignore_errors=True)
+            kept.parent.mkdir(exist_ok=True)
+            (folder / ADAPTER).rename(kept)
+        self._listener(Note(f"This run is finished and is trained longer; its adapter so far is in {kept}"))
+        train = course.entry.members[0].recipe.train
+        if train.schedule != "constant":
+            what = f"The first {step} steps followed train.schedule: {train.schedule} for {step} steps."
+            more = f"It continues at step {step + 1} of {course.entry.num_steps}, so the learning rate jumps."
+            self._listener(Alarm(f"{what} {more}"))
 
     def _write_recipe(self, course: Course) -> RunManifest:
         """Writes the recipe with all decisions, and the manifest."""

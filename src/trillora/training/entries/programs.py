@@ -115,9 +115,11 @@ class Ahead:
             self._programs[number] = assembly, shared_measures(entry, plans, assembly), _unchanged
             return
         [stage], follows = entry.members, self._entries[number + 1 : number + 2]
-        restarts = any(one.members[0].restarts_optimizer for one in follows)
         measures = make_measures(plans[0], assembly, self._listener, at_once=self._is_new)
-        close = compile_next(assembly, stage.recipe.train.seed, number + 1, restart=restarts)
+        close: Callable[[TrainState], TrainState] = _unchanged  # the last state: the run may be trained longer
+        if follows:
+            restarts = follows[0].members[0].restarts_optimizer
+            close = compile_next(assembly, stage.recipe.train.seed, number + 1, restart=restarts)
         self._programs[number] = assembly, (measures,), close
 
 
@@ -149,6 +151,8 @@ def planned_programs(
         yield Planned("the state before the first step")
     for entry, own, evaluations in zip(entries, plans, eval_plans, strict=True):
         yield from _planned_single(entry, evaluations[0]) if entry.is_single else _planned_together(own, evaluations)
+        if entry is not entries[-1]:
+            yield Planned(f"the state at the end of {entry.name}")
     yield Planned("the copy of the state for a checkpoint")
 
 
@@ -157,7 +161,6 @@ def _planned_single(entry: Entry, evaluation: EvalPlan) -> Iterator[Planned]:
     shapes = [(batches.batch_size, length) for length in step_lengths(batches)]
     yield Planned(f"the step of {entry.name}", len(shapes), ", ".join(map(shape_text, shapes)))
     yield from evaluation.programs()
-    yield Planned(f"the state at the end of {entry.name}")
 
 
 def _planned_together(plans: Plans, evaluations: Sequence[EvalPlan]) -> Iterator[Planned]:

@@ -96,15 +96,15 @@ def to_files(
 ) -> Callable[[TrainState], dict[str, bytes]]:
     """A function that makes the files of a checkpoint from a copy of the state. It may be called later, in a thread:
     the position is read now. Values that are not finite are an error."""
-    members = [(member.name, member.is_running) for member in position.members]
+    members = [(member.name, position.has_state(member)) for member in position.members]
     text = facts_json({**facts, "position": position.to_dict()}, indent=1) + "\n"
 
     def make(copied: TrainState) -> dict[str, bytes]:
         states = assembly.split(jax.tree.map(np.asarray, copied))
         arrays = {
             f"{name}/{path}": np.asarray(array, order="C")
-            for (name, is_running), state in zip(members, states, strict=True)
-            if is_running
+            for (name, has_state), state in zip(members, states, strict=True)
+            if has_state
             for path, array in named_arrays(state)
         }
         for name, array in arrays.items():
@@ -136,9 +136,10 @@ def from_files(files: Mapping[str, bytes], assembly: Assembly, position: Positio
     for member in position.members:
         start = f"{member.name}/"
         own = {name.removeprefix(start): stored.pop(name) for name in list(stored) if name.startswith(start)}
-        if not member.is_running and own:
+        if own and not position.has_state(member):
             raise _does_not_fit(f"{start}{min(own)}", where)
-        states.append(_member_state(own, assembly.member_shapes, start, where) if member.is_running else None)
+        has_state = position.has_state(member)
+        states.append(_member_state(own, assembly.member_shapes, start, where) if has_state else None)
     if stored:
         raise _does_not_fit(min(stored), where)
     put = jax.tree.map(

@@ -80,6 +80,10 @@ class Position:
     def running(self) -> list[int]:
         return [number for number, member in enumerate(self.members) if member.is_running]
 
+    def has_state(self, member: MemberPosition) -> bool:
+        """Whether its arrays are in a checkpoint. The only adapter's always are: the run may be trained longer."""
+        return member.is_running or len(self.members) == 1
+
     def advance(self) -> None:
         """One more step."""
         self.step += 1
@@ -96,6 +100,12 @@ class Position:
         before.health.new_stage()
         self.step, self.lanes = 0, list(range(len(names)))
         self.members = [MemberPosition(name, before.health, self.global_step) for name in names]
+
+    def reopen(self) -> None:
+        """Back into the last entry, which has become longer."""
+        [member] = self.members
+        self.entry, self.lanes = self.entry - 1, [0]
+        member.status, member.reason = "running", ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -318,6 +318,13 @@ EVIDENCE = (
         least=7,
     ),
     Guarantee(
+        "ready notebooks",
+        EVERY_CHANGE,
+        "the notebooks for Colab and Kaggle, on a TPU and on T4, executed cell by cell on the CPU with the smallest model",
+        ("test_ready_notebooks.py::",),
+        least=10,
+    ),
+    Guarantee(
         "real model",
         EVERY_CHANGE,
         "all 30 layers of SmolLM2: logits of transformers, ten steps of PyTorch with PEFT",

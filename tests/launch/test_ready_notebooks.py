@@ -20,10 +20,10 @@ import nbformat
 import pytest
 import tiny_run
 import yaml
-from dose import FULL
+from dose import FULL, slow_case
+from executed_notebooks import ADAPTER, execute
 from loopback_release import serving_release
 from safetensors.numpy import load_file
-from test_notebooks import ADAPTER, execute
 
 import notebooks as ready
 from trillora.launch.bundle import make_bundle
@@ -34,6 +34,7 @@ from trillora.version import REPOSITORY, __version__
 pytestmark = pytest.mark.filterwarnings("default")  # of Jupyter's libraries
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(ready.NOTEBOOKS)
+QUICK = ("colab-tpu", "kaggle-2xt4")  # executed at every dose
 
 
 def read(name: str) -> str:
@@ -119,7 +120,7 @@ def with_small_values(name: str, wheel: Path, model: Path, target: Path) -> Path
     return target
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow_case(name) for name in NAMES])
 def test_a_notebook_downloads_checks_trains_evaluates_and_exports(
     name: str,
     wheel: Path,

@@ -76,7 +76,7 @@ def check_not_finished(recipe: Recipe, out: Path) -> None:
 
 
 def is_longer(recipe: Recipe, run: Path) -> bool:
-    """Whether the recipe asks a finished run of one adapter for more steps. Only the data tells how many epochs are."""
+    """Whether the recipe asks a finished run of one adapter for more steps. Only the data shows how many epochs are."""
     if not (run / ADAPTER).exists() or (run / GROUP_FILE).exists() or not is_run(run):
         return False
     now, before = (stages_of(each)[-1].recipe.train for each in (recipe, load_run_recipe(run).recipe))

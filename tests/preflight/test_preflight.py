@@ -40,6 +40,7 @@ from trillora.recipe.resolve import StepSettings, given_settings
 from trillora.recipe.schema import MeshSection, Stage, StageRecipe, stages_of
 from trillora.step import autotune
 from trillora.training import trainer
+from trillora.training.entries import plan as training_plan
 
 needs_compiler = [
     pytest.mark.tpu_compiler,
@@ -72,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_preflight_builds_the_step_that_trains(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both use the same function. Their programs are compared as text, too."""
-    assert compiler_process.choose is autotune.choose is trainer.choose
+    assert compiler_process.choose is autotune.choose is training_plan.choose
     recipe = load_recipe(tiny_run.recipe(folder, train={"steps": 3, "batch_size": 8}, hardware={"devices": 2}))
     trained: list[str] = []
 
@@ -81,7 +82,7 @@ def test_preflight_builds_the_step_that_trains(folder: Path, tmp_path: Path, mon
         trained.append(plan.assembly.lower().as_text())
         return plan
 
-    monkeypatch.setattr(trainer, "choose", remembered)
+    monkeypatch.setattr(training_plan, "choose", remembered)
     trainer.train(recipe, tmp_path / "run")
     inputs = read_inputs(recipe, ignore_events)
     config = load_config(inputs.model)

@@ -62,10 +62,12 @@ def main() -> int:
 def compare(args: argparse.Namespace, work: Path) -> int:
     from peft_reference import initial_weights
 
-    from trillora.data.stage import read_data
+    from trillora.data.stage import read_stage
+    from trillora.events import ignore_events
     from trillora.model.bridge import CausalLM
     from trillora.model.loading.source import find_model, load_config, load_tokenizer
     from trillora.recipe.load import load_recipe
+    from trillora.recipe.schema import stages_of
     from trillora.step.build import lora_spec
     from trillora.training.trainer import train
 
@@ -84,7 +86,8 @@ def compare(args: argparse.Namespace, work: Path) -> int:
     seconds = time.perf_counter() - started
     print(f"Trillora took {seconds:.0f} s, compilation included.", flush=True)
     layout = CausalLM(load_config(folder), lora=lora_spec(recipe.lora)).adapter_layout
-    data = read_data(recipe, load_tokenizer(folder))
+    [stage] = stages_of(recipe)
+    data = read_stage(stage, load_tokenizer(folder), ignore_events).batches
     batches = [data.batch(step) for step in range(args.steps)]
     started = time.perf_counter()
 

@@ -100,7 +100,7 @@ def step_seconds(args: argparse.Namespace) -> tuple[float, float]:
     mesh, generator = one.assembly.mesh, np.random.default_rng(0)
     rows = [random_batch(generator, args, config.vocab_size) for _ in range(args.adapters)]
 
-    state = place_state(one.assembly, seed=0)
+    state = place_state(one.assembly, seed=0, base=base)
     batch = put_batch(rows[0], mesh)
     single = timed(lambda state: one.compiled(state, base, batch), state, args.steps)
 
@@ -110,7 +110,7 @@ def step_seconds(args: argparse.Namespace) -> tuple[float, float]:
     options = jax.device_put(options_of(group.members, [args.steps] * args.adapters), replicated(mesh))
     stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     together_batch = jax.device_put(stacked, group_sharding(mesh))
-    group_state = place_group(many.assembly, group.members)
+    group_state = place_group(many.assembly, group.members, base)
     together = timed(lambda state: many.compiled(state, base, options, lanes, together_batch), group_state, args.steps)
     return single, together
 

@@ -320,7 +320,7 @@ EVIDENCE = (
     Guarantee(
         "ready notebooks",
         EVERY_CHANGE,
-        "the notebooks for Colab and Kaggle, on a TPU and on T4, executed cell by cell on the CPU with the smallest model",
+        "the notebooks for Colab and Kaggle, on a TPU and on T4, executed cell by cell on a CPU, smallest model",
         ("test_ready_notebooks.py::",),
         least=10,
     ),

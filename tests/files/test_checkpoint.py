@@ -215,25 +215,25 @@ def test_a_bad_sector_is_damage_and_no_permission_is_not(tmp_path: Path, monkeyp
 # The set of checkpoints
 
 
-def test_pruning_keeps_the_newest_and_the_protected(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest(checkpoints: Checkpoints, tmp_path: Path) -> None:
     for step in (40, 50, 123456789):
         checkpoints.write(step, {"state.json": b"{}"})
     (tmp_path / "step-40").mkdir()  # not in our format
     (tmp_path / "step-000000050").mkdir()
     (tmp_path / "notes").mkdir()
     assert checkpoints.steps() == [10, 20, 30, 40, 50, 123456789]
-    checkpoints.prune(2, [20])
-    assert checkpoints.steps() == [20, 50, 123456789]
+    checkpoints.prune(3)
+    assert checkpoints.steps() == [40, 50, 123456789]
     checkpoints.prune(5)
-    assert checkpoints.steps() == [20, 50, 123456789]
-    checkpoints.remove_after(20)
-    assert checkpoints.steps() == [20]
+    assert checkpoints.steps() == [40, 50, 123456789]
+    checkpoints.remove_after(40)
+    assert checkpoints.steps() == [40]
     with pytest.raises(ValueError):
         checkpoints.prune(0)
     assert (tmp_path / "notes").exists()
     with pytest.raises(TrilloraError, match="no checkpoint of step 30") as caught:
         checkpoints.read(30)
-    assert "20" in caught.value.do
+    assert "40" in caught.value.do
 
 
 def test_the_checksums_are_last_and_readable(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,14 +116,13 @@ class Checkpoints:
                 do="make this location available and run the same command again; nothing was changed",
             ) from error
 
-    def prune(self, keep: int, protect: Collection[int] = ()) -> None:
-        """Remove all but the newest `keep` and the protected checkpoints, oldest first."""
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest `keep` checkpoints, oldest first."""
         if keep < 1:
             raise ValueError("keep must be at least 1")
         self._check_owner()
         for step in self.steps()[:-keep]:
-            if step not in protect:
-                self._storage.remove(_name(step))
+            self._storage.remove(_name(step))
 
     def remove_after(self, step: int) -> None:
         """Remove checkpoints after a step, newest first, so that an interruption leaves no gap."""

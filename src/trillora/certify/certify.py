@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from trillora.certify.adapter_checks import check_base, check_norms, check_servers, check_trained, layers_of
+from trillora.certify.adapter_checks import check_base, check_norms, check_trained, layers_of
 from trillora.certify.certificate import (
     CHANGED_ROWS,
     Certificate,
@@ -145,7 +145,6 @@ def _check_kind(
         is_same = findings.add("trained", "weights", lambda: check_trained(subject))
         is_confirmed = is_same and bool(_or_none(lambda: subject.trained.is_from_run))
         layers = check_layers(subject, findings, None, is_confirmed=is_confirmed)
-        findings.add("servers", "servers", lambda: check_servers(subject))
     if subject.kind in ("adapter", "merged"):
         findings.add("contents", "files", lambda: check_contents(subject, files))
         findings.add("tokenizer", "tokenizer", lambda: check_tokenizer(subject))

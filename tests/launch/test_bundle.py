@@ -216,7 +216,7 @@ def test_a_line_break_in_a_file_name_is_no_line_of_the_recipe(tmp_path: Path) ->
     hostile = recipe.rename(recipe.with_name('a\ntokens: ["<evil>"]\n#\u2028.yaml'))
     text = make_bundle(hostile).recipe_text
     assert "tokens" not in yaml.safe_load(text) and len(text.splitlines()[0]) > 20
-    (tmp_path / "home" / "rows" / "d\n.jsonl").write_text("{}")
+    (tmp_path / "home" / "rows" / "d\n.jsonl").write_text('{"text": "a"}')
     with pytest.raises(TrilloraError, match="control character"):
         make_bundle(hostile)
 

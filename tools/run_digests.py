@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--kill", nargs=2, metavar=("FOLDER", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
+    sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "src")]
     if args.kill:
         train_and_kill(args.kinds[0], Path(args.kill[0]), Path(args.kill[1]))
     found = {}

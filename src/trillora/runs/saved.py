@@ -193,12 +193,12 @@ def find_adapter(name: str | Path, *, from_hub: bool = False) -> SavedAdapter:
         return SavedAdapter(_download(str(name)), None)
     if not path.is_dir() and any(path.parent.glob(f"*/{RECIPE_FILE}")):
         raise not_a_run(path)
-    raise TrilloraError(
-        "There is no adapter here." if path.is_dir() else "There is no such folder.",
-        where=str(path),
-        do=f"give a finished run, or a folder that contains {ADAPTER_CONFIG}"
-        + ("; or a hub id of the form org/name" if from_hub else ""),
-    )
+    what, do = "There is no such folder.", f"give a finished run, or a folder that contains {ADAPTER_CONFIG}"
+    if from_hub:
+        what, do = f"There is no adapter '{name}'.", f"{do}; or a hub id of the form org/name"
+    if path.is_dir():
+        what = "There is no adapter here."
+    raise TrilloraError(what, where=f"lora.from: {path}" if from_hub else str(path), do=do)
 
 
 def _download(name: str) -> Path:

@@ -299,7 +299,7 @@ def with_template(template: str | None) -> PreTrainedTokenizerFast:
             "followed by a stop token, was not found",
         ),
         ("{{ raise_exception('bad role') }}", "refuses this conversation: bad role"),
-        ("{% for m in messages %}{{ m['content']", "is not a valid Jinja template: .* in line 1"),
+        ("{% for m in messages %}{{ m['content']", "is not a valid Jinja template: unexpected end"),
     ],
 )
 def test_templates_that_cannot_be_trusted_are_refused(template: str | None, message: str) -> None:

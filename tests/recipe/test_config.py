@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from trillora.errors import TrilloraError
 from trillora.recipe import yaml
@@ -326,7 +326,7 @@ def test_resolved_recipe_reads_back_the_same_with_its_reasons(tmp_path: Path) ->
     assert "  mesh: {data: 1, fsdp: 8, tensor: 1}  # the base is split\n" in text
     assert "  micro_batch_size: 4  # fits: 3.1 of 15.7 GiB # with a hash: and a line break\n" in text
     assert "  every_steps: 12  # ten evaluations in 120 steps\n" in text
-    assert ResolvedRecipe.from_dict(json.loads(json.dumps(resolved.to_dict()))) == resolved
+    assert TypeAdapter(ResolvedRecipe).validate_python(json.loads(json.dumps(resolved.to_dict()))) == resolved
 
 
 def test_what_the_user_fixed_is_found_and_nothing_else() -> None:

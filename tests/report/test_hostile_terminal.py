@@ -13,7 +13,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import typer
@@ -45,6 +45,12 @@ def assert_safe(text: str) -> None:
 # Answers
 
 
+class FakeSampling(NamedTuple):
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
 class FakeGenerator:
     """Answers without a model. The commands import it instead of the real one, so that no test here needs jax."""
 
@@ -71,7 +77,7 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> type[FakeGenerator]:
     for name, contents in {
         "trillora.generation.generator": {"Generator": FakeGenerator},
         "trillora.generation.prompts": {"Message": dict},
-        "trillora.engine.sampling": {"Sampling": lambda *values, **named: (*values, *named.values())},
+        "trillora.engine.sampling": {"Sampling": FakeSampling},
     }.items():
         module = types.ModuleType(name)
         module.__dict__.update(contents)
@@ -83,12 +89,13 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> type[FakeGenerator]:
 
 
 def test_answers_cannot_control_the_terminal(generator: type[FakeGenerator]) -> None:
-    for arguments in (["generate", "m", "-p", "hi"], ["generate", "m", "-p", "a", "-p", "b"], ["chat", "m"]):
+    ask = ["generate", "smollm2", "-p"]
+    for arguments in ([*ask, "hi"], [*ask, "a", "-p", "b"], ["chat", "smollm2"]):
         result = CliRunner().invoke(app, arguments, input="hello\n/quit\n")
         assert result.exit_code == 0, result.output
         assert_safe(result.output)
         assert "[bold red]x[/bold red]" in result.output
-    result = CliRunner().invoke(app, ["generate", "m", "-p", "hi", "--json"])
+    result = CliRunner().invoke(app, ["generate", "smollm2", "-p", "hi", "--json"])
     assert_safe(result.output)
 
 
@@ -96,11 +103,11 @@ def test_code_in_an_answer_keeps_its_tabs_and_lines(
     generator: type[FakeGenerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeGenerator, "answer", "all:\n\tcc a.c  # für 你好 👩‍🚀")
-    assert CliRunner().invoke(app, ["generate", "m", "-p", "hi"]).output == "all:\n\tcc a.c  # für 你好 👩‍🚀\n"
+    assert CliRunner().invoke(app, ["generate", "smollm2", "-p", "hi"]).output == "all:\n\tcc a.c  # für 你好 👩‍🚀\n"
 
 
 def test_a_line_that_is_not_text_is_refused_and_the_chat_continues(generator: type[FakeGenerator]) -> None:
-    result = CliRunner().invoke(app, ["chat", "m"], input=b"\xff\xfe\nhello\n/quit\n")
+    result = CliRunner().invoke(app, ["chat", "smollm2"], input=b"\xff\xfe\nhello\n/quit\n")
     assert result.exit_code == 0
     assert "This line is not valid" in result.output
     assert [messages[-1]["content"] for messages, _ in generator.seen] == ["hello"]
@@ -112,7 +119,7 @@ def test_the_guard_has_what_input_needs_to_edit_a_line() -> None:
 
 
 def test_a_prompt_that_is_not_text_is_an_error(generator: type[FakeGenerator]) -> None:
-    result = CliRunner().invoke(app, ["generate", "m", "-p", "a\udcff"])
+    result = CliRunner().invoke(app, ["generate", "smollm2", "-p", "a\udcff"])
     assert (result.exit_code, generator.seen) == (2, [])
     assert result.output.startswith("An argument is not valid utf-8 text.\n  where: a\\udcff\n")
 
@@ -126,7 +133,7 @@ def test_a_prompt_that_is_not_text_is_an_error(generator: type[FakeGenerator]) -
     ],
 )
 def test_numbers_out_of_bounds_are_errors(generator: type[FakeGenerator], option: str) -> None:
-    for verb in (["generate", "m", "-p", "hi"], ["chat", "m"]):
+    for verb in (["generate", "smollm2", "-p", "hi"], ["chat", "smollm2"]):
         result = CliRunner().invoke(app, [*verb, *option.split()], prog_name="trillora")
         assert result.exit_code == 2 and generator.seen == []
         name, value = option.split()
@@ -142,7 +149,7 @@ def test_a_price_is_a_finite_number(option: str) -> None:
 
 def test_numbers_within_bounds_are_used(generator: type[FakeGenerator]) -> None:
     options = ["--max-tokens=7", "--temperature=0.5", "--top-p=0.9", "--seed=3"]
-    assert CliRunner().invoke(app, ["generate", "m", "-p", "hi", *options]).exit_code == 0
+    assert CliRunner().invoke(app, ["generate", "smollm2", "-p", "hi", *options]).exit_code == 0
     assert generator.seen == [(["hi"], {"max_tokens": 7, "sampling": (0.5, 0.9, 3)})]
 
 

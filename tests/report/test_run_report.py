@@ -74,7 +74,7 @@ def test_the_page_describes_the_adapter_of_the_best_step(tmp_path: Path) -> None
         Sampled(n, "chat", (Sample("?", words, "right"), Sample("??", "x", "y"))) for n, words in answers.items()
     ]
     (run / "metrics.jsonl").write_text("".join(f"{to_metrics_line(event)}\n" for event in events))
-    manifest = {**facts(4, 0), "adapter": {"step": 2, "evaluation_loss": 1.0, "why": ""}}
+    manifest = {**facts(4, 0), "adapter": {"step": 2, "evaluation_loss": 1.0}}
     (run / "run.json").write_text(json.dumps(manifest))
     page = report(run)
     text = Page(page).text
@@ -83,10 +83,7 @@ def test_the_page_describes_the_adapter_of_the_best_step(tmp_path: Path) -> None
     assert "Evaluation loss fell by 75\u00a0%, from 4.00 to 1.00" in text and "<small>4.00 →</small>" in page
     assert "1 of 2 answers as expected, 0 before training." in text
     assert "After, step 2" in text and "overtrained" not in text and "step 4as" not in text
-    manifest["adapter"] = {"step": 2, "evaluation_loss": 1.0, "why": "the checkpoint of step 4 is damaged"}
-    (run / "run.json").write_text(json.dumps(manifest))
-    assert "The adapter is from step 2, not the best on validation data." in Page(report(run)).text
-    manifest["adapter"] = {"step": 4, "evaluation_loss": None, "why": ""}
+    manifest["adapter"] = {"step": 4, "evaluation_loss": None}
     (run / "run.json").write_text(json.dumps(manifest))
     text = Page(report(run)).text
     assert "The adapter is from step 4, the last one." in text and "After, step 4" in text and "overtrained" in text

@@ -21,7 +21,7 @@ from trillora.child_process import bare_environment, isolated_python
 SOURCE = Path(trillora.__file__).parent
 # Modules of the standard library and of ours that every process imports early.
 CANARIES = ("json", "jax", "jinja2", "types", "numpy", "typing", "trillora")
-OTHER_PROGRAMS = ("launch/gcloud.py", "launch/notebooks/program.py")  # start gcloud, colab and kaggle
+OTHER_PROGRAMS = ("launch/gcloud.py", "launch/notebooks/program.py", "launch/origin.py")  # gcloud, colab, kaggle; git
 # Start Python before our packages are there -> how often.
 BEFORE_INSTALLING = {"launch/notebooks/session.py": 4, "launch/install.py": 2}
 PRINTED = "own_command.py"  # how a user starts it; nothing is started there

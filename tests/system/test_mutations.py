@@ -77,6 +77,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("launch", "kaggle", "recipe.yaml", "--owner", "me", "--out", "new"),
     ),
     "chat": ((ADAPTER, "run", "model"), ("chat", "run")),  # its input is empty
+    "new": (("chats.jsonl",), ("new", "--model", "model", "--data", "chats.jsonl", "--recipe", "new.yaml")),
 }
 READ_NOTHING_OF_OTHERS = {"schema", "doctor", "quickstart", "recipes"}  # commands
 NUM_MUTATIONS = dose(8, 50 * len(COMMANDS))

@@ -16,7 +16,8 @@ from trillora.early.model import check_model
 from trillora.files.user_path import user_path
 from trillora.recipe.load import load_model_section
 from trillora.runs.files import CHECKPOINTS, RECIPE_FILE, is_run
-from trillora.runs.saved import SavedRun, find_adapter, not_a_run
+from trillora.runs.manifest import not_a_run
+from trillora.runs.saved import SavedRun, find_adapter
 
 
 def check_run(

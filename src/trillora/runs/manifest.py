@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from trillora.data.excerpt import ExcerptPiece
+from trillora.errors import TrilloraError, nearest
 from trillora.files.read_json import read_json
-from trillora.runs.files import GROUP_FILE, MANIFEST_FILE
+from trillora.runs.files import GROUP_FILE, MANIFEST_FILE, RECIPE_FILE
 from trillora.secrets import mask_values
 
 RESTORE = "restore it from a copy, or run the training command again"
@@ -133,3 +134,12 @@ def read_group_result(run: Path) -> GroupResult | None:
     """None if the run trains one adapter, or is not finished."""
     file = run / GROUP_FILE
     return read_json(file, GroupResult, do=RESTORE) if file.exists() else None
+
+
+def not_a_run(folder: Path) -> TrilloraError:
+    others = sorted(file.parent.name for file in folder.parent.glob(f"*/{RECIPE_FILE}"))
+    meant = nearest(folder.name, [name for name in others if name != folder.name])
+    do = (f"did you mean '{meant}'? Give" if meant else "give") + " the folder that `trillora train --out` wrote"
+    do = f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do
+    there, nothing = f"This folder is not a run: it has no {RECIPE_FILE}.", f"There is no run '{folder.name}'."
+    return TrilloraError(there if folder.is_dir() else nothing, where=str(folder), do=do)

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from trillora.errors import TrilloraError, nearest
+from trillora.errors import TrilloraError
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.hub import HUB_ID_AT, download, list_files
 from trillora.files.storage import open_storage
@@ -39,7 +39,7 @@ from trillora.runs.files import (
     is_finished,
     is_run,
 )
-from trillora.runs.manifest import GroupResult, RunManifest, read_group_result, read_manifest
+from trillora.runs.manifest import GroupResult, RunManifest, not_a_run, read_group_result, read_manifest
 from trillora.secrets import without_secrets
 
 
@@ -215,15 +215,6 @@ def _download(name: str) -> Path:
             do=f"choose a repository with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}",
         )
     return found
-
-
-def not_a_run(folder: Path) -> TrilloraError:
-    others = sorted(file.parent.name for file in folder.parent.glob(f"*/{RECIPE_FILE}"))
-    meant = nearest(folder.name, [name for name in others if name != folder.name])
-    do = (f"did you mean '{meant}'? Give" if meant else "give") + " the folder that `trillora train --out` wrote"
-    do = f"{do}; runs in the same place: {', '.join(others[:8])}" if others else do
-    there, nothing = f"This folder is not a run: it has no {RECIPE_FILE}.", f"There is no run '{folder.name}'."
-    return TrilloraError(there if folder.is_dir() else nothing, where=str(folder), do=do)
 
 
 def not_finished(run: SavedRun, why: str) -> TrilloraError:

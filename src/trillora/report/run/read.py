@@ -45,8 +45,7 @@ from trillora.runs.files import (
     RECIPE_FILE,
     RESOLVED_FILE,
 )
-from trillora.runs.manifest import GroupResult, RunManifest
-from trillora.runs.saved import not_a_run
+from trillora.runs.manifest import GroupResult, RunManifest, not_a_run
 from trillora.secrets import mask_secrets, mask_settings, mask_values, secrets_of_environment
 
 MAX_FILE = 1 << 30  # bytes; metrics of a million steps have about 300 MB

@@ -122,7 +122,9 @@ def test_templates_run_only_in_the_worker() -> None:
     source = Path(trillora.__file__).parent
     runs_one = re.compile(r"[ =](ChatTemplate|Renderer)\(|(?<!def )apply_chat_template|jinja2")
     found = {f.relative_to(source).as_posix() for f in source.rglob("*.py") if runs_one.search(f.read_text("utf-8"))}
-    assert found == {f"data/rendering/{name}.py" for name in ("render", "sandbox", "worker")}
+    ours = "report/html.py"  # our own pages, from files of the package
+    assert found == {ours, *(f"data/rendering/{name}.py" for name in ("render", "sandbox", "worker"))}
+    assert "PackageLoader" in (source / ours).read_text("utf-8") and "from_string" not in (source / ours).read_text()
 
 
 # ---- data: a bad template is found once, not once per row

@@ -267,7 +267,8 @@ def test_a_run_of_a_stranger_runs_no_code(file: str, own_code: tuple[Path, Path]
             why = "--trust-remote-code" if is_run else "There is no config.json"
             why = "is not a run" if arguments[0] == "eval" and not is_run else why
             assert result.exit_code == 2 and why in result.output, result.output
-        data = f"data={tmp_path}"
+        (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+        data = f"data={tmp_path / 'rows.jsonl'}"
         for arguments in (
             ["train", str(run / file), data, "--out", str(tmp_path / "out")],
             ["inspect", str(run / file), data],

@@ -75,10 +75,10 @@ def test_power_loss_after_any_operation_never_shows_a_damaged_checkpoint_nor_los
     replaced = {10: {"a"}, 20: {"c"}}
     do(lambda: checkpoints.write(20, files_of("c")), {10: {"a"}, 20: {"b", "c"}}, replaced, set())
     do(lambda: checkpoints.write(30, files_of("d")), replaced, {**replaced, 30: {"d"}}, set())
-    kept = {10: {"a"}, 30: {"d"}}
-    do(lambda: checkpoints.prune(1, [10]), kept, kept, {20})
-    do(lambda: checkpoints.remove_after(10), {10: {"a"}}, {10: {"a"}}, {20, 30})
-    do(lambda: checkpoints.write(20, files_of("e")), {10: {"a"}}, {10: {"a"}, 20: {"e"}}, {30})
+    kept = {20: {"c"}, 30: {"d"}}
+    do(lambda: checkpoints.prune(2), kept, kept, {10})
+    do(lambda: checkpoints.remove_after(20), {20: {"c"}}, {20: {"c"}}, {10, 30})
+    do(lambda: checkpoints.write(30, files_of("e")), {20: {"c"}}, {20: {"c"}, 30: {"e"}}, {10})
 
     disk, draw, seen = Disk(), random.Random(4), set()
     for number, (operations, must, gone) in enumerate(history):
@@ -183,10 +183,10 @@ def test_a_disk_that_fails_at_any_call_costs_no_good_checkpoint(
         checkpoints, events = Checkpoints(LocalStorage(root)), list[Event]()
         watched = failing(at, code, for_good=for_good, thread="trillora-saver")
         with watched as calls, Saver(checkpoints, events.append) as saver:
-            saver.submit(step, lambda: files_of("new"), after=lambda: checkpoints.prune(2, [10]))
+            saver.submit(step, lambda: files_of("new"), after=lambda: checkpoints.prune(2 if step == 20 else 3))
         alarms = [event.text for event in events if isinstance(event, Alarm)]
         is_saved = any(isinstance(event, Saved) for event in events)
-        assert is_saved == (saver.last_saved == step) == (saver.failure is None)
+        assert is_saved == (saver.failure is None)
         assert tag_of(checkpoints.read(10)) == "old 10"
         for each in checkpoints.steps():
             checkpoints.read(each)
@@ -348,13 +348,13 @@ def test_an_interrupted_remote_write_or_removal_shows_no_damaged_checkpoint(
         memory.store.clear()
         memory.pipe_file("/bucket/run?token=hidden-canary/others/data.bin", b"not ours")
         checkpoints = Checkpoints(open_storage(url))
-        for step in (10, 20):
+        for step in (5, 10, 20):
             checkpoints.write(step, files_of(f"old {step}"))
         with failing_remote(at, error, for_good=kind == "for good") as calls:
             try:
                 checkpoints.write(20, files_of("new"))
                 checkpoints.write(30, files_of("new"))
-                checkpoints.prune(1, [10])
+                checkpoints.prune(3)
             except Killed:
                 num_cut += 1
             except OSError as caught:

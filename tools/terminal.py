@@ -33,6 +33,8 @@ SECONDS = 1800  # for a command, on a busy machine
 PARTS = ("clone", "wheel")
 PROMPT = "$ "
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b[=>]")
+_PARTS = re.compile(rf"({_CODES.pattern}|\r|\n)")
+_UP, _ERASE = re.compile(r"\x1b\[(\d*)A"), "\x1b[2K"
 _KEPT = ("PATH", "HOME", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
 
@@ -57,10 +59,20 @@ class Recording:
 
     @property
     def text(self) -> str:
-        """The lines as they stay on the screen."""
-        plain = _CODES.sub("", "".join(text for _, text in self.pieces)).replace("\r\n", "\n")
-        lines = (line.rpartition("\r")[2].rstrip() for line in plain.split("\n"))
-        return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+        """The lines as they are on the screen at the end, if it is long enough."""
+        lines, row = [""], 0
+        for part in _PARTS.split("".join(text for _, text in self.pieces)):
+            if up := _UP.fullmatch(part):
+                row = max(row - int(up[1] or 1), 0)
+            elif part in ("\r", _ERASE):
+                lines[row] = "" if part == _ERASE else lines[row] + "\r"
+            elif part == "\n":
+                row += 1
+                lines += [""] * (row == len(lines))
+            elif part and not _CODES.fullmatch(part):
+                lines[row] = part if lines[row].endswith("\r") else lines[row] + part
+        shown = "\n".join(line.rstrip("\r ").rstrip() for line in lines)
+        return re.sub(r"\n{3,}", "\n\n", shown).strip() + "\n"
 
     def cast(self) -> str:
         """In asciinema's format, version 2."""
@@ -152,10 +164,11 @@ def clone(folder: Path) -> Path:
 
 
 def write(part: str, recording: Recording, folder: Path) -> None:
-    """Writes the recording; the folder that it was made in is shown as `~/trillora`."""
+    """Writes the recording; the folder that it was made in is shown as `~/trillora`, the one above as `~`."""
     RECORDINGS.mkdir(exist_ok=True)
     for suffix, text in (("cast", recording.cast()), ("txt", recording.text)):
-        (RECORDINGS / f"{part}.{suffix}").write_text(text.replace(str(folder), "~/trillora"), "utf-8")
+        shown = text.replace(str(folder), "~/trillora").replace(str(folder.parent), "~")
+        (RECORDINGS / f"{part}.{suffix}").write_text(shown, "utf-8")
 
 
 def main() -> int:

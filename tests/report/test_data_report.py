@@ -100,7 +100,7 @@ def printed(report: DataReport, **options: Any) -> str:
 
 
 def invoke(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["inspect", *arguments])
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["inspect", *arguments])  # long names are not wrapped
     return result.exit_code, result.stdout, result.stderr
 
 

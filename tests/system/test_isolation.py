@@ -24,7 +24,7 @@ CANARIES = ("json", "jax", "jinja2", "types", "numpy", "typing", "trillora")
 OTHER_PROGRAMS = ("launch/gcloud.py", "launch/notebooks/program.py", "launch/origin.py")  # gcloud, colab, kaggle; git
 # Start Python before our packages are there -> how often.
 BEFORE_INSTALLING = {"launch/notebooks/session.py": 4, "launch/install.py": 2}
-PRINTED = "own_command.py"  # how a user starts it; nothing is started there
+PRINTED = ("own_command.py", "launch/notebooks/document.py")  # text for users and notebooks; nothing is started
 CLIENT = "launch/notebooks/kaggle_client.py"
 # Starts the command that it is given, by the doctor and by a notebook.
 GIVEN, ASKS = "devices/listed.py", "listed.found_by(child.command, child.environment, "
@@ -87,14 +87,14 @@ def test_only_one_module_starts_python() -> None:
                 continue
             assert ast.unparse(call.args[0]) == "child.command", f"{name}:{call.lineno}"
             assert "child.environment" in [ast.unparse(k.value) for k in call.keywords if k.arg == "env"], name
-    assert found == {"child_process.py", *BEFORE_INSTALLING, CLIENT, PRINTED}
+    assert found == {"child_process.py", *BEFORE_INSTALLING, CLIENT, *PRINTED}
     for name, starts in BEFORE_INSTALLING.items():
         own = (SOURCE / name).read_text("utf-8")
         assert re.findall(r'\[(?:self\._python|sys\.executable), "(.*?)"', own) == ["-P"] * starts, (
             "nothing from the notebook's folder"
         )
     assert (SOURCE / CLIENT).read_text("utf-8").count("sys.executable") == 1, "only to find the program next to it"
-    assert PRINTED not in starters
+    assert not {*PRINTED} & starters
     assert ASKS in (SOURCE / "doctor.py").read_text("utf-8")
     assert {GIVEN, "preflight/client.py", "data/rendering/pool.py"} <= starters
 

@@ -46,7 +46,7 @@ DOWNLOAD = """
 # pip refuses a file with another SHA-256. It is only downloaded: the packages of this image stay as they are.
 URL = {url}
 SHA256 = {sha256}
-download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+download = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
 subprocess.run([*download, f"{{URL}}#sha256={{SHA256}}"], check=True)
 """
 FROM_WHEEL = """

@@ -67,6 +67,7 @@ def new_recipe(answers: NewRecipe, folder: Path) -> str:
     ]
     if answers.system:
         lines.append(f"  template: {yaml.write(_template(data, answers.system))}")
+        lines.append("  # Answers need the same system prompt: in `trillora chat`, type /system and the prompt.")
     lines += [
         "  # split: {validation: 0.1, test: 0.1}  # rows that are held out, for evaluations and `trillora eval`",
         "lora: {rank: 16, alpha: 32}",

@@ -4,7 +4,7 @@
     python tools/terminal.py wheel BIN       with the trillora in the folder BIN, where the wheel is installed alone
     python tools/terminal.py clone --write   writes docs/terminal/clone.cast, for `asciinema play`, and clone.txt
 
-A line that begins with `$` is a command, one with `>` is typed while it runs. tests/system/test_first_ten_minutes.py
+A line that begins with `$` is a command, one with `>` is typed when it asks. tests/system/test_first_ten_minutes.py
 does the same in CI and looks at the results.
 """
 
@@ -89,7 +89,7 @@ def commands_of(part: str) -> list[Typed]:
 def _typed(block: str) -> Iterator[Typed]:
     for chunk in re.split(r"^\$ ", block, flags=re.M)[1:]:
         command, *lines = chunk.strip().split("\n")
-        yield Typed(command, tuple(line.removeprefix("> ") for line in lines))
+        yield Typed(command, tuple(re.sub("^> ?", "", line) for line in lines))
 
 
 def _blocks(language: str) -> list[str]:
@@ -151,7 +151,7 @@ def _follow(screen: int, lines: list[str], recording: Recording) -> None:
             text = decode.decode(data)
             recording.add(text)
             shown = (shown + text)[-2000:]
-        elif lines and _CODES.sub("", shown).endswith("> "):
+        elif lines and _CODES.sub("", shown).endswith(("> ", ": ")):
             os.write(screen, f"{lines.pop(0)}\n".encode())
             shown = ""
     raise TimeoutError(f"not finished after {SECONDS} s:\n{shown}")

@@ -167,7 +167,9 @@ def write(part: str, recording: Recording, folder: Path) -> None:
     """Writes the recording; the folder that it was made in is shown as `~/trillora`, the one above as `~`."""
     RECORDINGS.mkdir(exist_ok=True)
     for suffix, text in (("cast", recording.cast()), ("txt", recording.text)):
-        shown = text.replace(str(folder), "~/trillora").replace(str(folder.parent), "~")
+        shown = (
+            text.replace(str(folder), "~/trillora").replace(str(folder.parent), "~").replace(sys.base_prefix, "/usr")
+        )
         (RECORDINGS / f"{part}.{suffix}").write_text(shown, "utf-8")
 
 

@@ -43,6 +43,11 @@ SHOWN = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\u001b")
 KEY = "key-for-the-browser"
 ANSWERED = "document.querySelectorAll('.answer').length > 0 && !document.querySelector('.waiting')"
 STREAMING = "[...document.querySelectorAll('.waiting .text')].filter(e => e.textContent).length === 2"
+# The page itself notices that both columns have text and continue: between two looks from here both may have ended.
+WATCH = f"""window.streamed = false;
+new MutationObserver(() => {{ if ({STREAMING}) window.streamed = true; }})
+  .observe(document.body, {{ subtree: true, childList: true, characterData: true }})"""
+CONTEXT, LONG = 4096, 500  # tokens: an answer of LONG takes about a second
 
 
 def write_endless_model(folder: Path) -> Path:
@@ -58,7 +63,7 @@ def write_endless_model(folder: Path) -> Path:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=1024,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
@@ -159,15 +164,16 @@ def sent(browser: Browser) -> list[dict[str, Any]]:
 @needs_chromium
 def test_both_columns_stream_at_once_and_hostile_text_is_only_text(browser: Browser, served: Served) -> None:
     assert browser.text("h1") == ["my <b>run</b>"] and browser.text("h1 b") == []
-    settings(browser, max_tokens=200, temperature=0.5, seed=3, system="Be brief.")
+    settings(browser, max_tokens=LONG, temperature=0.5, seed=3, system="Be brief.")
+    browser.evaluate(WATCH)
     ask(browser, "What is <i>LoRA</i>?")
-    browser.wait_until(STREAMING)  # text in both, and both continue
     browser.wait_until(ANSWERED)
+    assert browser.evaluate("window.streamed")
     left, right = browser.text(".answer .text")
-    assert left == SHOWN * 200
-    assert re.fullmatch("A{200}|B{200}", right)
+    assert left == SHOWN * LONG
+    assert re.fullmatch(f"A{{{LONG}}}|B{{{LONG}}}", right)
     assert browser.text(".answer header b") == ["endless", "parrot"]
-    assert all("max tokens reached · 200 tokens" in figures for figures in browser.text(".figures"))
+    assert all(f"max tokens reached · {LONG} tokens" in figures for figures in browser.text(".figures"))
     assert browser.text(".question") == ["What is <i>LoRA</i>?"]
     assert browser.evaluate("document.querySelectorAll('#rounds img, #rounds script, #rounds i').length") == 0
 
@@ -177,24 +183,24 @@ def test_both_columns_stream_at_once_and_hostile_text_is_only_text(browser: Brow
     browser.wait_until(ANSWERED)
     first, second = sent(browser)[:2], sent(browser)[2:]
     same = {"temperature": 0.5, "seed": 3, "stream": True, "stream_options": {"include_usage": True}}
-    for requests, max_tokens in ((first, 200), (second, 2)):
+    for requests, max_tokens in ((first, LONG), (second, 2)):
         assert sorted(body.pop("model") for body in copy.deepcopy(requests)) == ["endless", "parrot"]
         assert all({**same, "max_tokens": max_tokens}.items() <= body.items() for body in requests)
     seen = {body["model"]: [message["content"] for message in body["messages"]] for body in second}
-    assert seen["endless"] == ["Be brief.", "What is <i>LoRA</i>?", HOSTILE * 200, "And now?"]
+    assert seen["endless"] == ["Be brief.", "What is <i>LoRA</i>?", HOSTILE * LONG, "And now?"]
     assert seen["parrot"] == ["Be brief.", "What is <i>LoRA</i>?", right, "And now?"]
 
 
 @needs_chromium
 @pytest.mark.parametrize("how", ["click", "Escape"])
 def test_stop_ends_both_answers_on_the_server_too(browser: Browser, served: Served, how: str) -> None:
-    settings(browser, max_tokens=900)
+    settings(browser, max_tokens=CONTEXT - 100)
     ask(browser, "Write for a long time.")
     browser.wait_until(STREAMING)
     browser.click("#stop") if how == "click" else browser.press(how)
     browser.wait_until(ANSWERED, seconds=5)
     assert all(figures.startswith("stopped") for figures in browser.text(".figures"))
-    assert 0 < len(browser.text(".text")[2]) < 900
+    assert 0 < len(browser.text(".text")[2]) < CONTEXT - 100
     end = time.monotonic() + 10
     while served.num_running():
         assert time.monotonic() < end
@@ -230,9 +236,9 @@ def test_saved_conversations_are_rows_that_training_reads(browser: Browser) -> N
 @needs_chromium
 def test_a_refused_request_is_shown_in_its_column_and_the_chat_continues(browser: Browser) -> None:
     settings(browser, max_tokens=1)
-    ask(browser, "word " * 2000)
+    ask(browser, "word " * 2 * CONTEXT)
     browser.wait_until(ANSWERED)
-    assert len(errors := browser.text(".answer .error")) == 2 and all("1024" in error for error in errors)
+    assert len(errors := browser.text(".answer .error")) == 2 and all(str(CONTEXT) in error for error in errors)
     ask(browser, "One?")
     browser.wait_until("document.querySelectorAll('.answer').length === 4")
     browser.wait_until(ANSWERED)

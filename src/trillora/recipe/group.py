@@ -20,7 +20,7 @@ from trillora.recipe.schema import Recipe, Stage, StageRecipe, stages_of
 # Rates that `learning_rate: auto` tries, a factor of two apart: below and above what LoRA needs with AdamW.
 AUTO_RATES = tuple(5e-5 * 2**power for power in range(8))
 LION_FACTOR = 0.2  # Lion's direction has entries of size one, Adam's are mostly smaller
-_SHORT = {"learning_rate": "rate", "rank": "rank", "seed": "seed"}
+_SHORT = {"learning_rate": "rate", "rank": "rank", "seed": "seed", "beta": "beta"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _combinations(recipe: Recipe, values: dict[str, tuple[float, ...]]) -> tuple
 
 
 def _with(recipe: StageRecipe, chosen: Mapping[str, object]) -> StageRecipe:
-    train: dict[str, Any] = {name: chosen[name] for name in ("learning_rate", "seed") if name in chosen}
+    train: dict[str, Any] = {name: chosen[name] for name in ("learning_rate", "seed", "beta") if name in chosen}
     lora = {"rank": chosen["rank"]} if "rank" in chosen else {}
     return recipe.model_copy(
         update={"train": recipe.train.model_copy(update=train), "lora": recipe.lora.model_copy(update=lora)}

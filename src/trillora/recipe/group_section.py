@@ -44,13 +44,16 @@ class SweepSection(Section):
     seed: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], Field(min_length=1)] | None = Field(
         default=None, description="Seeds to compare, instead of train.seed."
     )
+    beta: Annotated[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], Field(min_length=1)] | None = Field(
+        default=None, description="Values of beta to compare, instead of train.beta."
+    )
     keep: Literal["best", "all"] = Field(
         default="best", description="best: the adapter with the lowest evaluation loss is the run's. all: keep each."
     )
 
     @property
     def values(self) -> dict[str, tuple[float, ...]]:
-        found = {"learning_rate": self.learning_rate, "rank": self.rank, "seed": self.seed}
+        found = {"learning_rate": self.learning_rate, "rank": self.rank, "seed": self.seed, "beta": self.beta}
         return {name: values for name, values in found.items() if values is not None}
 
     @model_validator(mode="after")
@@ -61,7 +64,7 @@ class SweepSection(Section):
         count = math.prod(map(len, self.values.values()))
         if count < 2:
             what = "The sweep has one combination, so there is nothing to compare."
-            raise conflict("keep", what, "give two or more values of learning_rate, rank or seed")
+            raise conflict("keep", what, "give two or more values of learning_rate, rank, seed or beta")
         if count > MAX_ADAPTERS:
             what = f"The sweep has {count:,} combinations; the limit is {MAX_ADAPTERS}."
             raise conflict("keep", what, "give fewer values")

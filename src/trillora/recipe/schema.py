@@ -29,6 +29,7 @@ from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.group_section import MAX_ADAPTERS, MergeSection, SweepSection
 from trillora.recipe.lora import LoraSection, TokenText
+from trillora.recipe.losses import LossOptions, check_losses, with_preference_rate
 from trillora.recipe.section import (
     Auto,
     Count,
@@ -128,7 +129,7 @@ class PhaseOptions(Section):
         return num_steps
 
 
-class StageOptions(PhaseOptions):
+class StageOptions(PhaseOptions, LossOptions):
     """Training options that each stage may override."""
 
     sequence_length: int = Field(default=512, ge=2, le=2**24, description="Tokens per sequence.")
@@ -184,10 +185,20 @@ class TrainSection(StageOptions):
 
     @model_validator(mode="before")
     @classmethod
+    def _default_rate_of_preferences(cls, value: object) -> Any:
+        return with_preference_rate(value)
+
+    @model_validator(mode="before")
+    @classmethod
     def _default_decay_of_wsd(cls, value: object) -> Any:
         if isinstance(value, Mapping) and value.get("schedule") == "wsd" and value.get("decay_fraction") is None:
             return {**value, "decay_fraction": 0.2}
         return value
+
+    @model_validator(mode="after")
+    def _loss_has_its_options(self) -> TrainSection:
+        check_losses(self)
+        return self
 
     @model_validator(mode="after")
     def _options_are_compatible(self) -> TrainSection:
@@ -237,6 +248,11 @@ class StageSection(StageOptions):
     optimizer_state: Literal["carry", "restart"] = Field(
         default="carry", description="Keep the optimizer state of the previous stage (carry), or reset it (restart)."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_rate_of_preferences(cls, value: object) -> Any:
+        return with_preference_rate(value)
 
     @model_serializer(mode="wrap")
     def _only_given_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -502,6 +518,9 @@ class StageRecipe(Recipe):
     """A recipe with one stage: what the parts of a run are built from."""
 
     data: DataSection = Field(description="The training data: a path, or a mapping.")
+    keeps_reference: bool = Field(
+        default=False, description="The state of the run has the adapter that preferences are compared with."
+    )
 
     @model_validator(mode="after")
     def _trains_one_kind_of_group(self) -> StageRecipe:
@@ -525,6 +544,8 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
     they are trained together: each with the recipe that would train it alone."""
     sections = {name: getattr(recipe, name) for name in Recipe.model_fields if name not in _PARTS}
     parts = recipe.stages or recipe.phases
+    losses = [recipe.train] if parts is None else [_train_of(recipe.train, part) for part in parts]
+    sections["keeps_reference"] = any(train.has_reference for train in losses)
     if parts is None:
         return (Stage("train", StageRecipe(**sections)),)
     return tuple(
@@ -546,6 +567,8 @@ def _train_of(train: TrainSection, part: StageSection | PhaseSection) -> TrainSe
     values = {name: getattr(part, name) for name in StageOptions.model_fields if name in part.model_fields_set}
     own = {name: value for name, value in values.items() if value is not None}
     general = train.model_dump(mode="json")
+    if "loss" in own:
+        general = {name: value for name, value in general.items() if name not in LossOptions.model_fields}
     if "schedule" in own:
         general.pop("decay_fraction")  # it belongs to the schedule that is replaced
     return TrainSection.model_validate(merged(general, own))

@@ -23,8 +23,10 @@ from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.step import Batch, Loss, TrainState, initial_state, make_train_step
 from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Tree
-from trillora.step.build import BATCH_DTYPES, loss_chunk_positions, weight_shardings
+from trillora.step.build import BATCH_DTYPES
 from trillora.step.compiler_options import tpu_options
+from trillora.step.objective import loss_chunk_positions
+from trillora.step.shardings import weight_shardings
 
 LOSS_CHUNK = 4096  # tokens per device whose logits exist at once
 

@@ -42,7 +42,8 @@ from trillora.model.parts.expert_parameters import expert_parameters
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import StageRecipe
 from trillora.step.background import Program, compile_program
-from trillora.step.build import Assembly, assemble, lora_spec, loss_chunk_positions, loss_function, zeros_of
+from trillora.step.build import Assembly, assemble, lora_spec, zeros_of
+from trillora.step.objective import loss_chunk_positions, loss_function
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig

@@ -24,7 +24,7 @@ from trillora.engine.kernels.product_sum import IN_XLA, Products
 from trillora.engine.kernels.triton_call import has_triton
 from trillora.engine.optim import make_optimizer, make_schedule
 from trillora.engine.quantize import stored_format
-from trillora.engine.step import TrainState, initial_state, make_eval_step, make_train_step
+from trillora.engine.step import TrainState, initial_state, make_train_step
 from trillora.engine.types import Pytree
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import kind_of
@@ -36,19 +36,11 @@ from trillora.recipe.schema import Backend, StageRecipe
 from trillora.step.adapter_spec import check_layers, lora_spec
 from trillora.step.background import Program, compile_program
 from trillora.step.compiler_options import WITH_CUBLAS, Options, tpu_options
-from trillora.step.objective import evaluation_function, loss_chunk_positions, loss_function
+from trillora.step.objective import batch_dtypes, evaluation_of, loss_chunk_positions, objective_of
 from trillora.step.shardings import shard_adapter, weight_shardings
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig
-
-BATCH_DTYPES = {
-    "tokens": jnp.int32,
-    "targets": jnp.int32,
-    "weights": jnp.float32,
-    "segments": jnp.int32,
-    "positions": jnp.int32,
-}
 
 
 @dataclass(frozen=True)
@@ -67,6 +59,7 @@ class Assembly:
     base_shapes: Tree
     batch_shapes: Tree
     micro_batch_size: int  # sequences
+    has_preferences: bool  # the loss compares answers
 
     def lower(self, sequence_length: int | None = None) -> jax.stages.Lowered:
         """The step, lowered for the mesh's devices. The state is donated. `sequence_length` replaces the recipe's."""
@@ -98,7 +91,9 @@ class Assembly:
         shape = (batch_size, sequence_length)
         batch = {name: leaf.update(shape=shape) for name, leaf in self.batch_shapes.items()}
         step = jax.jit(self.eval_step, out_shardings=replicated(self.mesh))
-        return compile_program(step.lower(self.state_shapes.adapter, self.base_shapes, batch), self._options)
+        return compile_program(
+            step.lower(self.state_shapes.adapter, self.state_shapes.reference, self.base_shapes, batch), self._options
+        )
 
     @property
     def member_shapes(self) -> TrainState:
@@ -141,7 +136,7 @@ def assemble(
 ) -> Assembly:
     """Builds the step of a stage for the model described by `config`. The mesh may be of devices that are not here.
     `mapped`: the loss will be mapped over several adapters."""
-    train, data = recipe.train, recipe.data
+    train = recipe.train
     spec = lora_spec(recipe.lora, num_new_tokens=len(recipe.tokens or ()))
     model = CausalLM(config, _model_options(recipe, settings, mesh, mapped=mapped), lora=spec)
     check_layers(recipe.lora, spec, model)
@@ -151,7 +146,7 @@ def assemble(
     factors = update_factors(model.adapter_layout, recipe.lora.loraplus_ratio, pissa=spec.pissa)
     optimizer = make_optimizer(train.optimizer, train.weight_decay, decayed_leaves(model.adapter_layout), factors)
     train_step = make_train_step(
-        loss_function(model, chunk, packed=data.pack),
+        objective_of(model, recipe, chunk),
         optimizer,
         make_schedule(train.schedule, train.rate, train.warmup_steps, num_steps, train.decay_fraction),
         max_grad_norm=train.max_grad_norm,
@@ -167,16 +162,17 @@ def assemble(
         spec=spec,
         optimizer=optimizer,
         train_step=train_step,
-        eval_step=make_eval_step(evaluation_function(model, chunk, packed=data.pack)),
+        eval_step=evaluation_of(model, recipe, chunk),
         base_shardings=base_shardings,
         adapter_shardings=adapter_shardings,
-        state_shapes=_state_shapes(adapter, optimizer, adapter_shardings, mesh),
+        state_shapes=_state_shapes(adapter, optimizer, adapter_shardings, mesh, keeps_reference=recipe.keeps_reference),
         base_shapes=_shapes(model.layout, base_shardings),
         batch_shapes={
             name: jax.ShapeDtypeStruct(batch_size, dtype, sharding=batch_sharding(mesh))
-            for name, dtype in BATCH_DTYPES.items()
+            for name, dtype in batch_dtypes(recipe).items()
         },
         micro_batch_size=settings.micro_batch_size,
+        has_preferences=recipe.train.rows != "answers",
     )
 
 
@@ -260,7 +256,12 @@ def _shapes(layout: Layout, shardings: dict[str, NamedSharding]) -> Tree:
 
 
 def _state_shapes(
-    adapter: Tree, optimizer: optax.GradientTransformation, shardings: dict[str, NamedSharding], mesh: Mesh
+    adapter: Tree,
+    optimizer: optax.GradientTransformation,
+    shardings: dict[str, NamedSharding],
+    mesh: Mesh,
+    *,
+    keeps_reference: bool,
 ) -> TrainState:
     """Each array of the optimizer state is sharded like its parameter. An array of another shape is sharded by the rule
     for weights if its parameter is."""
@@ -275,5 +276,5 @@ def _state_shapes(
             sharding = NamedSharding(mesh, weight_spec(leaf.shape, mesh, stacked=len(leaf.shape) > 2))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    shapes = jax.eval_shape(lambda a: initial_state(a, optimizer, 0), adapter)
+    shapes = jax.eval_shape(lambda a: initial_state(a, optimizer, 0, keeps_reference=keeps_reference), adapter)
     return jax.tree_util.tree_map_with_path(place, shapes)

@@ -37,7 +37,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Answer:
-    """The log-probability of each token of an answer, and how much the token counts in sums (None: all by one)."""
+    """The log-probability of each token of an answer, and how much the token counts in the ratio (None: all by one)."""
 
     policy: Tensor
     reference: Tensor
@@ -45,7 +45,7 @@ class Answer:
 
     @property
     def sum(self) -> Tensor:
-        return self._sum_of(self.policy)
+        return self.policy.sum()
 
     @property
     def mean(self) -> Tensor:
@@ -53,14 +53,12 @@ class Answer:
 
     @property
     def ratio(self) -> Tensor:
-        return self._sum_of(self.policy - self.reference)
+        ratios = self.policy - self.reference
+        return ratios.sum() if self.weights is None else ratios @ self.weights
 
     @property
     def mean_ratio(self) -> Tensor:
         return self.ratio / len(self.policy)
-
-    def _sum_of(self, values: Tensor) -> Tensor:
-        return values.sum() if self.weights is None else values @ self.weights
 
 
 Pair = tuple[Answer, Answer]  # chosen, rejected
@@ -109,7 +107,7 @@ PAIR_LOSSES: dict[str, Callable[[Answer, Answer, Options], Tensor]] = {
     "apo_zero": lambda c, r, o: expit(-o.beta * c.ratio) + expit(o.beta * r.ratio),
     "apo_down": lambda c, r, o: expit(o.beta * c.ratio) + expit(-_margin(c, r, o)),
     "discopop": lambda c, r, o: _discopop(_margin(c, r, o)),
-    "sigmoid_norm": lambda c, r, o: -logsigmoid(o.beta * (c.mean_ratio - r.mean_ratio)),
+    "sigmoid_norm": lambda c, r, o: _smoothed(o.beta * (c.mean_ratio - r.mean_ratio), o),
     "cpo": lambda c, r, o: _smoothed(o.beta * (c.sum - r.sum), o),
     "simpo": lambda c, r, o: _smoothed(o.beta * (c.mean - r.mean) - o.gamma, o),
     "orpo": lambda c, r, o: -o.beta * logsigmoid(_log_odds(c) - _log_odds(r)),

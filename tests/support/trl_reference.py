@@ -20,7 +20,7 @@ import random
 import tempfile
 import unittest.mock
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -104,12 +104,11 @@ def text_pairs(count: int, *, prompts: bool = True) -> list[Row]:
     ]
 
 
-def labelled(rows: Sequence[Row]) -> list[Row]:
+def labelled(count: int, of: Callable[[int], list[Row]] = pairs) -> list[Row]:
     """One answer of each pair, with its label: chosen, rejected, rejected, chosen, and so on."""
-    labels = [number % 3 == 0 for number in range(len(rows))]
     return [
-        {"prompt": row["prompt"], "completion": row["chosen" if label else "rejected"], "label": label}
-        for row, label in zip(rows, labels, strict=True)
+        {"prompt": row["prompt"], "completion": row[ANSWERS[number % 3 > 0]], "label": number % 3 == 0}
+        for number, row in enumerate(of(count))
     ]
 
 
@@ -119,7 +118,8 @@ def labelled(rows: Sequence[Row]) -> list[Row]:
 @dataclass(frozen=True)
 class Batch:
     """The rows of a batch without padding: their tokens, and for each token whether it belongs to the answer. For pairs
-    first all chosen ones, then all rejected ones. KTO has labels, and `others`: each prompt with the answer before."""
+    first all chosen ones, then all rejected ones. KTO has labels, and `others`: each prompt with the answer of the row
+    before, labelled true."""
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -260,8 +260,10 @@ def _batch(inputs: Any) -> Batch:
     rows = Batch(*_unpadded(*(inputs[name] for name in _ARRAYS)))
     if "label" not in inputs:
         return rows
-    others = Batch(*_unpadded(*(inputs[f"KL_{name}"] for name in _ARRAYS))) if "KL_input_ids" in inputs else None
-    return dataclasses.replace(rows, labels=tuple(inputs["label"].tolist()), others=others)
+    labels, others = tuple(inputs["label"].tolist()), None
+    if "KL_input_ids" in inputs:
+        others = Batch(*_unpadded(*(inputs[f"KL_{name}"] for name in _ARRAYS)), labels=(True,) * len(labels))
+    return dataclasses.replace(rows, labels=labels, others=others)
 
 
 _ARRAYS = ("input_ids", "attention_mask", "completion_mask")

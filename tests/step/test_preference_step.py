@@ -108,8 +108,9 @@ def base_of(assembly: Assembly) -> dict[str, jax.Array]:
     }
 
 
-def state_of(assembly: Assembly, *, reference: int = 2) -> TrainState:
-    state = initial_state(adapter_of(assembly, 1), assembly.optimizer, 0, keeps_reference=True)
+def state_of(assembly: Assembly, *, policy: int = 1, reference: int = 2) -> TrainState:
+    """The numbers are seeds."""
+    state = initial_state(adapter_of(assembly, policy), assembly.optimizer, 0, keeps_reference=True)
     return state._replace(reference=adapter_of(assembly, reference))
 
 
@@ -246,7 +247,7 @@ def test_kto_is_the_formula_and_its_estimate_is_of_the_whole_batch() -> None:
     expected, gradient = jax.jit(jax.value_and_grad(loss))(state.adapter, state.reference, base_of(assembly))
     norm = float(jnp.sqrt(sum(jnp.vdot(g, g) for g in gradient.values())))
     for micro in (8, 2):
-        _, metrics = one_step(assembly_of(train, rows=8, micro=micro), rows, others)
+        _, metrics = one_step(assembly_of(train, rows=8, micro=micro), rows, others, state=state)
         assert float(metrics.loss) == pytest.approx(float(expected), rel=2e-6)
         assert float(metrics.grad_norm) == pytest.approx(norm, rel=3e-5)
         assert max(0.0, float(metrics.means["kl"])) == pytest.approx(shift, rel=2e-5)

@@ -22,7 +22,12 @@ from trillora.errors import TrilloraError
 from trillora.recipe import yaml
 from trillora.recipe.data_section import DataSection
 
-FORMATS = tuple(each for each in get_args(DataSection.model_fields["format"].annotation) if each != "auto")
+# Rows of preferences are in test_preferences.py.
+FORMATS = tuple(
+    each
+    for each in get_args(DataSection.model_fields["format"].annotation)
+    if each not in ("auto", "preference", "labelled")
+)
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

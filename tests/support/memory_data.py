@@ -34,4 +34,6 @@ def in_memory(documents: Sequence[TokenizedDocument]) -> Documents:
         np.array([document.num_supervised for document in documents], np.int64),
         np.arange(len(lengths)),
         np.array([document.weight for document in documents], np.float32),
+        np.array([document.first for document in documents], np.int64),
+        np.array([document.prompt for document in documents], np.int64),
     )

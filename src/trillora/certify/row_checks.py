@@ -70,7 +70,8 @@ class SampleRows:
 
     @property
     def scored(self) -> list[TokenizedDocument]:
-        return [self.documents[i] for i in self.chosen[:NUM_SCORED]]
+        """Of a pair, the chosen answer."""
+        return [self.documents[i].parts[0] for i in self.chosen[:NUM_SCORED]]
 
     def is_chat(self, index: int) -> bool:
         return KINDS[self.dataset.store.rows["kind"][self.documents.rows_N[index]]] == "chat"
@@ -129,9 +130,10 @@ def check_masks(rows: SampleRows) -> Iterator[Check]:
         if not rows.is_chat(index):
             continue
         count += 1
-        document = rows.documents[index]
         place = rows.dataset.store.place(int(rows.documents.rows_N[index]))
-        faults += [f"{place}: {fault}" for fault in mask_faults(document, rows.raw(index), subject)]
+        for number, document in enumerate(rows.documents[index].parts):
+            raw = rows.raw(index) if number == 0 else None  # its messages end with the chosen answer
+            faults += [f"{place}: {fault}" for fault in mask_faults(document, raw, subject)]
     if faults:
         yield Check("masks", "answers", "failed", f"{'; '.join(faults[:3])}.", len(faults), 0, DO)
     elif count:

@@ -5,6 +5,9 @@ all sequences in its own order. To resume, only the step is needed.
 
 Example: documents of 3, 5 and 6 tokens, batch_size 2, sequence_length 8, packed: the first two share a sequence, so an
 epoch has 2 sequences and is one step. `batch(0)` and `batch(1)` hold the same two sequences, maybe in another order.
+
+The two sides of a pair are next to each other in one sequence: segment 1 is a chosen answer with its prompt, 2 the
+rejected one with the same prompt, 3 the next chosen one. Weights of rejected and of bad answers are below zero.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trillora.data.documents import NOTHING_LOST, Documents, Lost
+from trillora.data.mismatched import Mismatched
 from trillora.data.pack import PackedRows, best_fit, bucket_lengths, fill_row, one_per_row
 from trillora.data.padding import padding_warning
 from trillora.errors import TrilloraError
 
 Arrays = dict[str, NDArray[np.generic]]
+OTHER = "other_"  # in front of the names of the arrays with mismatched documents
+_DTYPES = {"targets": np.int32, "weights": np.float32, "segments": np.int32, "positions": np.int32}
 
 
 class _Bucket(NamedTuple):
@@ -34,6 +40,8 @@ class Batches:
     """All batches of a run. No document may be longer than `sequence_length`.
 
     With `shrink`, documents that do not fill one batch make a smaller batch; otherwise empty sequences complete it.
+    With `mismatched`, every batch has five more arrays: `other_tokens` and so on, with the same segments, in which each
+    document is its prompt with the answer of another row (`mismatched.Mismatched`).
     """
 
     def __init__(
@@ -48,13 +56,18 @@ class Batches:
         pad_id: int = 0,
         lost: Lost = NOTHING_LOST,
         shrink: bool = False,
+        mismatched: bool = False,
     ) -> None:
         if batch_size < 1 or sequence_length < 2:
             what = f"A batch of {batch_size} sequences of {sequence_length} tokens has nothing to train on."
             raise TrilloraError(what, do="set train.batch_size to 1 or more and train.sequence_length to 2 or more")
         if not documents.trained_N.any():
             raise TrilloraError("The data has no token to train on.", do="add rows that have an answer")
-        buckets = _buckets(documents, sequence_length, pack, num_buckets)
+        self._others = Mismatched(documents, sequence_length, seed) if mismatched else None
+        needed_N = documents.lengths_N  # tokens of a sequence that each document needs
+        if self._others is not None:
+            needed_N = np.maximum(needed_N, self._others.lengths_N)
+        buckets = _buckets(needed_N, sequence_length, pack, num_buckets)
         num_rows = sum(len(bucket.rows) for bucket in buckets)
         if shrink:
             batch_size = min(batch_size, num_rows)
@@ -94,16 +107,22 @@ class Batches:
 
         `places` selects sequences of the batch, for a process that holds only those.
         """
-        bucket, rows = self._rows_of(step)
         places = range(self.batch_size) if places is None else places
+        arrays = self._filled(self.documents, step, places)
+        if self._others is not None:
+            others = self._filled(self._others, step, places)
+            arrays |= {f"{OTHER}{name}": array for name, array in others.items()}
+        return arrays
+
+    def _filled(self, documents: Documents | Mismatched, step: int, places: Sequence[int]) -> Arrays:
+        bucket, rows = self._rows_of(step)
         shape = (len(places), bucket.length)
         arrays: Arrays = {"tokens": np.full(shape, self._pad_id, np.int32)}
-        dtypes = {"targets": np.int32, "weights": np.float32, "segments": np.int32, "positions": np.int32}
-        arrays |= {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
+        arrays |= {name: np.zeros(shape, dtype) for name, dtype in _DTYPES.items()}
         for number, place in enumerate(places):
             if place < len(rows):
-                documents = (self.documents[index] for index in bucket.rows[rows[place]])
-                fill_row(documents, {name: array[number] for name, array in arrays.items()})
+                of_row = (documents[index] for index in bucket.rows[rows[place]])
+                fill_row(of_row, {name: array[number] for name, array in arrays.items()})
         return arrays
 
     def length_of(self, step: int) -> int:
@@ -117,8 +136,19 @@ class Batches:
 
     def documents_in(self, block: int) -> int:
         """How many documents begin in the same block at most, if sequences are cut into blocks of `block` tokens.
-        Padding counts as a document."""
-        return max(bucket.rows.most_in(block, self.documents.lengths_N, bucket.length) for bucket in self._buckets)
+        Padding counts as a document, and so does each side of a pair."""
+        lengths_N, firsts_N = self.documents.lengths_N, self.documents.firsts_N
+        counts = [rows.most_in(block, lengths_N, length, firsts_N) for length, rows in self._buckets]
+        if self._others is not None:
+            counts += [rows.most_in(block, self._others.lengths_N, length) for length, rows in self._buckets]
+        return max(counts)
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document, where each side of a pair and each mismatched document counts as one."""
+        firsts_N = self.documents.firsts_N
+        longest = int(np.maximum(firsts_N, self.documents.lengths_N - firsts_N).max())
+        return longest if self._others is None else max(longest, int(self._others.lengths_N.max()))
 
     def summary(self) -> dict[str, int | float]:
         """Counts of one epoch. `padding_fraction` leaves out the empty sequences that complete a batch."""
@@ -149,11 +179,11 @@ class Batches:
         return [batches[i] for i in _permutation(len(batches), [self._seed, epoch, len(self._buckets)])]
 
 
-def _buckets(documents: Documents, sequence_length: int, pack: bool, num_buckets: int) -> list[_Bucket]:
+def _buckets(lengths_N: NDArray[np.int64], sequence_length: int, pack: bool, num_buckets: int) -> list[_Bucket]:
     if pack:
-        return [_Bucket(sequence_length, best_fit(documents.lengths_N, sequence_length))]
-    lengths = bucket_lengths(documents.lengths_N, sequence_length, num_buckets)
-    bucket_N = np.searchsorted(lengths, documents.lengths_N)
+        return [_Bucket(sequence_length, best_fit(lengths_N, sequence_length))]
+    lengths = bucket_lengths(lengths_N, sequence_length, num_buckets)
+    bucket_N = np.searchsorted(lengths, lengths_N)
     return [_Bucket(length, one_per_row(np.flatnonzero(bucket_N == number))) for number, length in enumerate(lengths)]
 
 

@@ -9,6 +9,8 @@ tokens. Example: a store of two texts with 5 and 3 tokens, fitted to sequence_le
 
 Pieces share one token (12): it is the last target of the first piece and the first context of the second, so every
 token but the very first is a target exactly once.
+
+A pair is one document here, with both of its sides: it is chosen, repeated, dropped and packed as a whole.
 """
 
 from __future__ import annotations
@@ -37,20 +39,27 @@ class Documents:
     lengths_N: NDArray[np.int64]
     trained_N: NDArray[np.int64]  # number of targets
     rows_N: NDArray[np.int64]  # index of the store's row
-    weights_N: NDArray[np.float32]  # of the targets in the loss
+    weights_N: NDArray[np.float32]  # of the targets in the loss; below zero for a bad answer
+    firsts_N: NDArray[np.int64]  # tokens of the chosen side of a pair; 0: not a pair
+    prompts_N: NDArray[np.int64]  # tokens of the prompt of a pair or a labelled answer
 
     def __len__(self) -> int:
         return len(self.starts_N)
 
     def __getitem__(self, index: int) -> TokenizedDocument:
         tokens = self.tokens[self.starts_N[index] : self.starts_N[index] + self.lengths_N[index]]
-        weight = float(self.weights_N[index])
-        return TokenizedDocument((tokens & ~TRAINED).astype(np.int32), (tokens & TRAINED) != 0, weight)
+        weight, first, prompt = float(self.weights_N[index]), int(self.firsts_N[index]), int(self.prompts_N[index])
+        return TokenizedDocument((tokens & ~TRAINED).astype(np.int32), (tokens & TRAINED) != 0, weight, first, prompt)
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
         """The arrays with one entry per document."""
-        return self.starts_N, self.lengths_N, self.trained_N, self.rows_N, self.weights_N
+        per_row = self.rows_N, self.weights_N, self.firsts_N, self.prompts_N
+        return self.starts_N, self.lengths_N, self.trained_N, *per_row
+
+    @property
+    def are_pairs(self) -> bool:
+        return bool(self.firsts_N.any())
 
     def take(self, chosen: NDArray[np.generic]) -> Documents:
         """The documents at these indices, or where this mask is true."""
@@ -72,11 +81,13 @@ NOTHING_LOST = Lost()
 def all_documents(store: Store) -> Documents:
     rows = store.rows
     start, length, trained = (rows[name].astype(np.int64) for name in ("start", "length", "trained"))
-    return Documents(store.tokens, start, length, trained, np.arange(len(rows)), rows["weight"])
+    first, prompt = (rows[name].astype(np.int64) for name in ("first", "prompt"))
+    return Documents(store.tokens, start, length, trained, np.arange(len(rows)), rows["weight"], first, prompt)
 
 
 def part_of(digests: NDArray[np.uint64], validation: float, test: float) -> NDArray[np.int8]:
-    """Index into PARTS for each row. It depends only on the row's digest, so equal rows are always in one part."""
+    """Index into PARTS for each row. It depends only on the row's digest, so equal rows are always in one part. Pairs
+    and labelled answers give the digest of their prompt."""
     share = digests / 2.0**64
     return np.where(share < test, 2, np.where(share < test + validation, 1, 0)).astype(np.int8)
 
@@ -131,7 +142,8 @@ def _with_pieces(kept: Documents, texts: Documents, sequence_length: int) -> Doc
     lengths = np.minimum(sequence_length, texts.lengths_N[owner] - offsets)
     # All tokens of a text are trained, so a piece has one target fewer than tokens.
     starts, rows, weights = texts.starts_N[owner] + offsets, texts.rows_N[owner], texts.weights_N[owner]
-    pieces = Documents(texts.tokens, starts, lengths, lengths - 1, rows, weights)
+    nothing = np.zeros_like(starts)
+    pieces = Documents(texts.tokens, starts, lengths, lengths - 1, rows, weights, nothing, nothing)
     whole = Documents(kept.tokens, *map(np.concatenate, zip(kept.arrays, pieces.arrays, strict=True)))
     return whole.take(np.argsort(whole.rows_N, kind="stable"))
 
@@ -150,8 +162,11 @@ def _too_long(
     elif not policy.startswith("truncate"):
         remedies.append("data.on_too_long: truncate-middle to shorten prompts and keep answers")
     remedies.append("data.on_too_long: drop to train without these rows")
+    rows, longer = "rows", f"longer than sequence_length {sequence_length:,}"
+    if documents.are_pairs:
+        rows, longer = "pairs", f"{longer}, which has to hold both answers, each with the prompt"
     what = (
-        f"{len(lost):,} of {len(documents):,} rows are longer than sequence_length {sequence_length:,}: "
+        f"{len(lost):,} of {len(documents):,} {rows} are {longer}: "
         f"without them, {share:.1%} of the trained tokens would be lost."
     )
     return TrilloraError(what, where=examples, do="; or ".join(remedies))

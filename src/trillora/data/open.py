@@ -15,6 +15,7 @@ from trillora.files.cache_dir import with_cache
 from trillora.files.read_json import read_json
 from trillora.model.loading.growth import trained_tokens
 from trillora.recipe.data_section import DataSection
+from trillora.recipe.losses import Rows
 from trillora.recipe.schema import StageRecipe
 
 SCHEMA_DO = "put one JSON object into the file, or change data.json_schema"
@@ -41,7 +42,8 @@ def with_token_ids(recipe: StageRecipe, tokenizer: Tokenizer) -> StageRecipe:
 
 def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, *, lenient: bool = False) -> Dataset:
     """The recipe's rows, tokenized. With `lenient`, bad rows are only counted, even if the recipe refuses them."""
-    options, length = data_options(recipe.data, tokenizer, lenient=lenient), recipe.train.sequence_length
+    options = data_options(recipe.data, tokenizer, rows=recipe.train.rows, lenient=lenient)
+    length = recipe.train.sequence_length
     dataset = with_cache(
         lambda cache: prepare(options, tokenizer, cache, sequence_length=length, listener=listener),
         say=lambda text: listener(Alarm(text)),
@@ -62,10 +64,13 @@ def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, 
     return dataset
 
 
-def data_options(data: DataSection, tokenizer: Tokenizer, *, lenient: bool = False) -> DataOptions:
+def data_options(
+    data: DataSection, tokenizer: Tokenizer, *, rows: Rows = "answers", lenient: bool = False
+) -> DataOptions:
     sources = (Source(data.path),) if isinstance(data.path, str) else tuple(Source(**dict(s)) for s in data.path)
     return DataOptions(
         sources=sources,
+        rows=rows,
         format=data.format,
         template=None if data.template is None else data.template.model_dump(exclude_none=True),
         row_path=data.row_path,

@@ -37,17 +37,26 @@ class PackedRows:
     def __getitem__(self, row: int) -> NDArray[np.int64]:
         return self.documents[self.first[row] : self.first[row + 1]]
 
-    def most_in(self, block: int, lengths_N: NDArray[np.int64], sequence_length: int) -> int:
+    def most_in(
+        self,
+        block: int,
+        lengths_N: NDArray[np.int64],
+        sequence_length: int,
+        firsts_N: NDArray[np.int64] | None = None,
+    ) -> int:
         """How many documents or runs of padding begin in the same block of `block` tokens of a sequence, at most.
 
         Documents of 3, 2 and 2 tokens in a sequence of 8 begin at 0, 3 and 5, and its padding at 7: 3 in a block of 4.
+        Of a pair, the rejected side begins after `firsts_N` tokens.
         """
         ends = np.concatenate([[0], np.cumsum(lengths_N[self.documents])])
         row = np.repeat(np.arange(len(self)), np.diff(self.first))
         begins = ends[:-1] - ends[self.first[row]]
         padding = ends[self.first[1:]] - ends[self.first[:-1]]  # where it begins
         has_padding = np.flatnonzero(padding < sequence_length)
-        rows, begins = np.concatenate([row, has_padding]), np.concatenate([begins, padding[has_padding]])
+        firsts = np.zeros_like(begins) if firsts_N is None else firsts_N[self.documents]
+        rows = np.concatenate([row, row[firsts > 0], has_padding])
+        begins = np.concatenate([begins, (begins + firsts)[firsts > 0], padding[has_padding]])
         return int(np.bincount(rows * (sequence_length // block) + begins // block).max())
 
 
@@ -101,14 +110,15 @@ def bucket_lengths(lengths_N: NDArray[np.int64], sequence_length: int, num_bucke
 
 
 def fill_row(documents: Iterable[TokenizedDocument], row: dict[str, NDArray[np.generic]]) -> None:
-    """Writes documents one after another into the arrays of a sequence (each [T], filled with padding)."""
+    """Writes documents one after another into the arrays of a sequence (each [T], filled with padding). The sides of a
+    pair are two documents."""
     start = 0
-    for segment, document in enumerate(documents, start=1):
+    for segment, document in enumerate((part for whole in documents for part in whole.parts), start=1):
         end = start + len(document)
         row["tokens"][start:end] = document.tokens
         row["segments"][start:end] = segment
         row["positions"][start:end] = np.arange(len(document))
         supervised = document.supervised[1:]
         row["targets"][start : end - 1] = np.where(supervised, document.tokens[1:], 0)
-        row["weights"][start : end - 1] = supervised * np.float32(document.weight)
+        row["weights"][start : end - 1] = np.where(supervised, np.float32(document.weight), np.float32(0))
         start = end

@@ -35,22 +35,25 @@ from trillora.data.reading.files import Content, DataFile, FileKind, expand, lef
 from trillora.data.reading.hub_files import DataSetPart, hub_files
 from trillora.data.reading.parquet import ParquetDecoder
 from trillora.data.reading.readers import RowChoice, read_rows
-from trillora.data.rendering import formats
+from trillora.data.rendering import formats, preferences
 from trillora.data.rendering.pool import MAX_PAST_LIMIT, Batch, Outcome, Pool
 from trillora.data.rendering.render import NO_CHAT_TEMPLATE, TEMPLATE_DATE, Cut, RenderedRow, RenderSettings, parse
 from trillora.data.rows import BadRow, Fault, RawRow, place, refused
 from trillora.data.tokenizing.encode import EncodedRow, Encoder, TokenizedDocument, Tokenizer
+from trillora.data.tokenizing.preferences import encode_rows
 from trillora.data.tokenizing.store import KINDS, MAKING, ROW, Store, StoreWriter, locked_store, open_store
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.files.digests import json_digest, text_digest
+from trillora.recipe.losses import Rows
 
-FORMAT = 6  # of a store: increase it when the same data would be read, tokenized or stored differently
+FORMAT = 7  # of a store: increase it when the same data would be read, tokenized or stored differently
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to detect a file's format
 MOST_REMARKS = 500  # different ones; rows whose keys are data have as many as they have keys
 KEPT_PROBLEMS = 200  # bad rows stored with their place; all are counted
+UNPAIRED = "The two answers of a pair are used as a good and a bad one"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class DataOptions:
     """The recipe's options for its data."""
 
     sources: tuple[Source, ...]
+    rows: Rows = "answers"  # what each is for: one answer, a pair of them, or an answer with a label
     format: str = "auto"
     template: dict[str, str] | None = None
     row_path: str | None = None  # path to the rows inside a JSON document
@@ -169,8 +173,8 @@ class Dataset:
     def documents(self, part: str = "train", seed: int = 0) -> Documents:
         """The rows of one part, not yet fitted to a length. Source weights apply to the training part only."""
         rows = self.store.rows
-        chosen = part_of(rows["digest"], self.options.validation, self.options.test) == PARTS.index(part)
-        counted = (rows["trained"] > 0) & (rows["weight"] > 0)
+        chosen = part_of(rows["split"], self.options.validation, self.options.test) == PARTS.index(part)
+        counted = (rows["trained"] > 0) & (rows["weight"] != 0)
         documents = all_documents(self.store).take(np.flatnonzero(chosen & counted))
         if part != "train":
             return documents
@@ -325,7 +329,8 @@ class _StoreBuilder:
             found = "template" if rendering.template is not None else self.inputs.format
             for row in rows[:ROWS_LOOKED_AT] if found == "auto" else ():
                 with contextlib.suppress(BadRow):
-                    found = formats.detect(formats.picked(parse(row.raw), rendering.columns, rendering.drop_keys))
+                    read = formats.picked(parse(row.raw), rendering.columns, rendering.drop_keys)
+                    found = preferences.detect(read, rendering.rows)
                     break
             if found == "auto":
                 return "auto"  # no row shows it: the worker reports the problem of each
@@ -338,7 +343,11 @@ class _StoreBuilder:
         if len(outcomes) > 1 and all(isinstance(outcome, BadRow) for outcome in outcomes) and not self.num_rows:
             self._refuse_all(batch, outcomes)
         documents, facts = [], []
-        for row, rendered, whole in zip(batch.rows, outcomes, self.use.encoder.encode(outcomes), strict=True):
+        rows: Sequence[RawRow] = batch.rows
+        if self.inputs.rendering.rows == "labels":
+            rows = [row for row, outcome in zip(rows, outcomes, strict=True) for _ in _unpaired(outcome)]
+            outcomes = [answer for outcome in outcomes for answer in _unpaired(outcome)]
+        for row, rendered, whole in zip(rows, outcomes, encode_rows(self.use.encoder, outcomes), strict=True):
             document = self._truncated(row, batch.format, rendered, whole)
             if isinstance(document, TokenizedDocument) and not document.num_supervised:
                 document = BadRow("This row has no token to train on.", "remove the row, or add an answer to it")
@@ -353,7 +362,9 @@ class _StoreBuilder:
             at = (row.line, row.nth)
             shape = self.shapes.setdefault(rendered.shape, len(self.shapes))
             about = (kind, was_cut, shape, rendered.turns)
-            facts.append((0, rendered.digest, *at, 0, 0, rendered.weight, name, source, *about))
+            split = rendered.digest if rendered.prompt_digest is None else rendered.prompt_digest
+            weight = -rendered.weight if rendered.label is False else rendered.weight
+            facts.append((0, rendered.digest, split, *at, 0, 0, 0, 0, weight, name, source, *about))
             documents.append(document)
         self.num_rows[batch.file][batch.format] += len(documents)
         return documents, np.array(facts, ROW)
@@ -375,10 +386,15 @@ class _StoreBuilder:
         if side is None or length is None or len(document) <= length:
             return document
         per_token = len(rendered.text) / len(document)
+        if rendered.rejected is not None:  # what is cut is in both sides
+            per_token = (per_token + len(rendered.rejected.text) / len(document)) / 2
         taken, shorter = 0, document
         for _ in range(8):
             taken += math.ceil((len(shorter) - length) * per_token) + 1
-            again = self.use.encoder.encode(self.use.pool.render([row.raw], format, [Cut(side, taken)]))[0]
+            outcome = self.use.pool.render([row.raw], format, [Cut(side, taken)])[0]
+            if rendered.label is not None:  # of two answers of a pair, the one that is good or bad
+                outcome = _unpaired(outcome)[0 if rendered.label else -1]
+            again = encode_rows(self.use.encoder, [outcome])[0]
             if isinstance(again, BadRow):
                 break
             if len(again) <= length:
@@ -402,6 +418,16 @@ class _StoreBuilder:
     def _consumed(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         self.listener(Progress("Reading data", self.num_bytes, self.num_bytes_in_all, "bytes"))
+
+
+def _unpaired(outcome: Outcome) -> list[Outcome]:
+    """The two answers of a pair as a good and a bad one; any other row as it is."""
+    if isinstance(outcome, BadRow) or outcome.rejected is None:
+        return [outcome]
+    about: dict[str, Any] = {"rejected": None, "weight": outcome.weight, "prompt_digest": outcome.prompt_digest}
+    good = dataclasses.replace(outcome, **about, label=True, remarks=(*outcome.remarks, UNPAIRED))
+    bad = dataclasses.replace(outcome.rejected, **about, label=False, digest=outcome.digest ^ 1, remarks=())
+    return [good, bad]
 
 
 def store_inputs(
@@ -448,6 +474,7 @@ def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder
     return RenderSettings(
         special_words=encoder.special_words,
         added_words=encoder.added_words,
+        rows=options.rows,
         train_on=options.train_on,
         template=options.template,
         chat_template=template,

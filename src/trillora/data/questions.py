@@ -26,7 +26,9 @@ def question_of(document: TokenizedDocument) -> Question | None:
     """Splits a document before its last trained span; None if nothing precedes it, as in a text trained whole.
 
     The header of an answer is not trained, so the prompt ends with it; the stop token is, so the answer ends with it.
+    Of a pair, the chosen answer is the expected one.
     """
+    document = document.parts[0]
     trained = np.flatnonzero(document.supervised)
     end = int(trained[-1]) + 1 if len(trained) else 0
     untrained = np.flatnonzero(~document.supervised[:end])

@@ -78,7 +78,23 @@ class Text:
     text: str
 
 
-Example = Chat | Pair | Text
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, of which the first is the better one. Each side has the prompt."""
+
+    chosen: Chat | Pair
+    rejected: Chat | Pair
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """An answer that is good or bad."""
+
+    answer: Chat | Pair
+    is_good: bool
+
+
+Example = Chat | Pair | Text | Preference | Labelled
 
 
 def place(file: str, member: str = "", line: int = 0, nth: int = 1) -> str:

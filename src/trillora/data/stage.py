@@ -44,7 +44,7 @@ class StageData:
         if not self.recipe.data.pack:
             return None
         parts = [part for part in (self.batches, evaluation_batches(self, num_rows=1)) if part is not None]
-        longest = max(int(part.documents.lengths_N.max()) for part in parts)
+        longest = max(part.longest_document for part in parts)
         block = shortest_block(longest, self.recipe.train.sequence_length)
         return DocumentRoom(block, max(part.documents_in(block) for part in parts))
 
@@ -73,8 +73,8 @@ class StageData:
 
 
 def example_of(documents: Documents, tokenizer: Tokenizer) -> tuple[ExcerptPiece, ...]:
-    """The first row as people see it: its text in pieces that are trained or not."""
-    document = documents[0]
+    """The first row as people see it: its text in pieces that are trained or not. Of a pair, the chosen side."""
+    document = documents[0].parts[0]
     trained = [False, *document.supervised[1:EXAMPLE_TOKENS].tolist()]
     return pieces_of(tokenizer, document.tokens[:EXAMPLE_TOKENS].tolist(), trained)
 
@@ -129,6 +129,7 @@ def batches_of(documents: Documents, recipe: StageRecipe, pad_id: int, lost: Los
         num_buckets=recipe.data.num_length_buckets,
         pad_id=pad_id,
         lost=lost,
+        mismatched=recipe.train.rows == "labels",
     )
 
 
@@ -142,6 +143,7 @@ def evaluation_batches(stage: StageData, num_rows: int) -> Batches | None:
         sequence_length=stage.recipe.train.sequence_length,
         pack=stage.recipe.data.pack,
         pad_id=stage.dataset.pad_id,
+        mismatched=stage.recipe.train.rows == "labels",
     )
 
 
@@ -166,8 +168,9 @@ def _evaluation(dataset: Dataset, recipe: StageRecipe, tokenizer: Tokenizer, lis
 
 def describe(batches: Batches) -> str:
     counts, lost = batches.summary(), batches.lost
+    what = "pairs" if batches.documents.are_pairs else "documents"
     text = (
-        f"{counts['documents']:,} documents in {counts['rows']:,} sequences, {counts['supervised']:,} of "
+        f"{counts['documents']:,} {what} in {counts['rows']:,} sequences, {counts['supervised']:,} of "
         f"{counts['tokens']:,} tokens trained, {counts['padding_fraction']:.1%} padding"
     )
     if lost.num_split:

@@ -220,7 +220,7 @@ def _row_facts(dataset: Dataset) -> dict[str, Any]:
     """Facts about the rows that do not depend on the sequence length."""
     rows, facts, options = dataset.store.rows, dataset.store.facts, dataset.options
     rows_of_source = np.bincount(rows["source"], minlength=len(options.sources)).tolist()
-    parts = np.bincount(part_of(rows["digest"], options.validation, options.test), minlength=len(PARTS)).tolist()
+    parts = np.bincount(part_of(rows["split"], options.validation, options.test), minlength=len(PARTS)).tolist()
     kinds = np.bincount(rows["kind"], minlength=len(KINDS)).tolist()
     return {
         "rows": len(rows),

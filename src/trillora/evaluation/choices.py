@@ -90,7 +90,9 @@ def continuations(
         changes = {"path": str(file), "format": "auto", "template": None, "row_path": None, "json_schema": None}
         changes |= {"split": None, "train_on": "auto", "on_too_long": "split", "on_bad_row": "refuse"}
         data = recipe.data.model_copy(update=changes)
-        dataset = open_dataset(recipe.model_copy(update={"data": data}), tokenizer, _without_notes(listener))
+        # A run on preferences is asked as any other: each choice is one answer.
+        changed = {"data": data, "train": recipe.train.model_copy(update={"loss": "sft"})}
+        dataset = open_dataset(recipe.model_copy(update=changed), tokenizer, _without_notes(listener))
         documents = dataset.documents()
         if len(documents) != len(rows):
             raise TrilloraError("A choice has no tokens.", do="write at least one word in every choice")

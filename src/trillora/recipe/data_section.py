@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trillora.recipe.losses import Rows
 from trillora.recipe.section import Section, conflict
 
 
@@ -57,7 +58,8 @@ class TemplateSection(Section):
 
 
 class SplitSection(Section):
-    """Rows kept out of training. They are chosen by a hash of their content, so equal rows are on the same side."""
+    """Rows kept out of training. They are chosen by a hash of their content, so equal rows are on the same side. Rows
+    of preferences are chosen by their prompt, so all answers to a prompt are on the same side."""
 
     validation: float = Field(default=0.1, ge=0, lt=1, description="Fraction of the rows used for evaluation.")
     test: float = Field(default=0.1, ge=0, lt=1, description="Fraction of the rows used for the final test.")
@@ -80,8 +82,21 @@ class DataSection(Section):
         "paths start at the recipe's folder.",
     )
     format: Literal[
-        "auto", "messages", "sharegpt", "ultrachat", "prompt-completion", "alpaca", "question-answer", "text"
-    ] = Field(default="auto", description="Format of the rows. auto: detected for each file.")
+        "auto",
+        "messages",
+        "sharegpt",
+        "ultrachat",
+        "prompt-completion",
+        "alpaca",
+        "question-answer",
+        "text",
+        "preference",
+        "labelled",
+    ] = Field(
+        default="auto",
+        description="Format of the rows. auto: detected for each file. preference: a prompt, a chosen and a rejected "
+        "answer. labelled: an answer that is good or bad.",
+    )
     template: TemplateSection | None = Field(
         default=None, description="Templates that turn any JSON object into a training row."
     )
@@ -146,6 +161,25 @@ class DataSection(Section):
         min_length=1,
         description="Key of a row's weight in the loss, a number from 0 to 1000 (default: 1).",
     )
+
+    def check_rows(self, rows: Rows) -> None:
+        """Raises the conflict of an option with what the stage's loss needs its rows for."""
+        loss = "train.loss: sft" if rows == "answers" else f"a train.loss of {rows}"
+        formats = {"pairs": ("preference",), "labels": ("labelled", "preference")}.get(rows)
+        if formats is None:
+            if self.format in ("preference", "labelled"):
+                what = f"data.format: {self.format} does not fit {loss}, which learns one answer per row."
+                raise conflict("format", what, "set train.loss to dpo for pairs or to kto for labels, or use auto")
+            return
+        if self.format not in ("auto", *formats):
+            what = f"data.format: {self.format} does not fit {loss}."
+            raise conflict("format", what, f"use auto or {formats[0]}, or set train.loss: sft")
+        if self.template is not None:
+            what = f"data.template makes rows with one answer and no label, which does not fit {loss}."
+            raise conflict("template", what, "name the columns in data.columns instead")
+        if self.train_on in ("everything", "assistant"):
+            what = f"data.train_on: {self.train_on} trains on the prompt too, which {loss} does not judge."
+            raise conflict("train_on", what, "leave it out: all answers after the prompt are trained on; or use last")
 
     @field_validator("template_date")
     @classmethod

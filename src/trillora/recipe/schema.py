@@ -24,6 +24,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
@@ -456,6 +457,8 @@ class Recipe(Section):
             raise conflict("data", "The recipe has no 'data'.", f"{expected}; or give a list of stages or phases")
         for field in ("stages", "phases"):
             self._check_parts(field, getattr(self, field) or ())
+        if self.data is not None:
+            _check_rows(self.data, self.train, "data")
         return self
 
     def _check_parts(self, field: str, parts: Sequence[StageSection | PhaseSection]) -> None:
@@ -465,7 +468,7 @@ class Recipe(Section):
                 raise conflict(f"{field}[{number}].name", f"Two {field} are called {part.name}.", "rename one")
             names.add(part.name)
             try:
-                _train_of(self.train, part)
+                _check_rows(part.data, _train_of(self.train, part), f"{field}[{number}].data")
             except ValidationError as error:
                 found = error.errors(include_url=False)[0]
                 what, do = (found["ctx"][key].replace("train.", f"{field}[{number}].") for key in ("what", "do"))
@@ -561,6 +564,15 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
 def seconds_of(time_limit: str) -> int:
     """`8h30m` in seconds."""
     return sum(int(n) * {"h": 3600, "m": 60, "s": 1}[unit] for n, unit in re.findall(r"(\d+)([hms])", time_limit))
+
+
+def _check_rows(data: DataSection, train: TrainSection, place: str) -> None:
+    """Raises the conflict of the data with the loss, under the place of the data in the recipe."""
+    try:
+        data.check_rows(train.rows)
+    except PydanticCustomError as error:
+        context = error.context or {}
+        raise conflict(f"{place}.{context['key']}", str(context["what"]), str(context["do"])) from None
 
 
 def _train_of(train: TrainSection, part: StageSection | PhaseSection) -> TrainSection:

@@ -42,7 +42,7 @@ TURN_KEYS = ("messages", "conversation", "conversations")
 SYSTEM_KEYS = ("system", "system_prompt")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names for the assistant's thinking
 _KEPT_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # what chat templates read in addition to role and content
-_UNTRAINED = "weight"  # key of a checked turn that is not trained, until `_chat` removes it
+_UNTRAINED = "weight"  # key of a checked turn that is not trained, until `chat` removes it
 ARGUMENTS_KEY = "chat_template_kwargs"  # TRL's name for a row's arguments of the chat template
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")  # of data sets for multimodal models
 _TURN_FORM = 'write each turn as {"role": "user", "content": "..."}'
@@ -61,6 +61,9 @@ _PLAIN_FORMATS = {
     "text": ("text", ("text",)),
 }
 
+FOR_PREFERENCES = "This is a row for preference tuning ({}), but train.loss: sft learns one answer per row."
+DO_COMPARE = "set train.loss: dpo to train on both answers"
+
 # Which roles may follow a turn; "" is the start, "call" an assistant turn that calls tools.
 _MAY_FOLLOW = {
     "": ROLES[:4],
@@ -76,8 +79,8 @@ _MAY_FOLLOW = {
 def detect(row: Row) -> str:
     """The format that matches the keys of the row. Raises `BadRow` if none or several match."""
     matching = []
-    if (key := _turn_key(row)) is not None:
-        matching.append(_turn_format(key, row[key]))
+    if (key := turn_key(row)) is not None:
+        matching.append(turn_format(key, row[key]))
     given = {key for key, value in row.items() if value is not None}
     matching += [
         name for name, (key, answers) in _PLAIN_FORMATS.items() if key in given and given.intersection(answers)
@@ -87,7 +90,7 @@ def detect(row: Row) -> str:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        what = f"The row matches several formats: {', '.join(matching)}. Its keys: {_keys_of(row)}."
+        what = f"The row matches several formats: {', '.join(matching)}. Its keys: {keys_of(row)}."
         raise BadRow(what, f"choose one in the recipe, such as data.format: {matching[0]}")
     raise _unknown_format(row)
 
@@ -95,11 +98,13 @@ def detect(row: Row) -> str:
 def _unknown_format(row: Row) -> BadRow:
     """The refusal of a row whose keys match no format, with what was probably meant."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
-        what = "This is a row for preference tuning (chosen, rejected), which is not supported yet."
-        return BadRow(what, f"train on the better answers alone, with data.columns: {_columns_of_chosen(row)}")
-    what = f"The row matches no known format. Its keys: {_keys_of(row)}."
+        do = f"; or train on the better answers alone, with data.columns: {_columns_of_chosen(row)}"
+        return BadRow(FOR_PREFERENCES.format("chosen, rejected"), DO_COMPARE + do)
+    if row.get("preferred_output") is not None:
+        return BadRow(FOR_PREFERENCES.format("preferred_output, non_preferred_output"), DO_COMPARE)
+    what = f"The row matches no known format. Its keys: {keys_of(row)}."
     if meant := _meant_columns(row):
-        return BadRow(what, f"say in the recipe which column is which: data.columns: {_in_yaml(meant)}")
+        return BadRow(what, f"say in the recipe which column is which: data.columns: {in_yaml(meant)}")
     do = "say in the recipe which column is which, such as data.columns: {question: …, answer: …}"
     return BadRow(what, f"{do}; or use the keys of a format: {_KEYS_OF_FORMATS}; or convert rows with data.template")
 
@@ -107,10 +112,10 @@ def _unknown_format(row: Row) -> BadRow:
 def _columns_of_chosen(row: Row) -> str:
     prompt, is_chat = row.get("prompt"), isinstance(row["chosen"], list)
     if is_chat:
-        return _in_yaml(
+        return in_yaml(
             {"prompt": "prompt", "completion": "chosen"} if isinstance(prompt, list) else {"messages": "chosen"}
         )
-    return _in_yaml({"text": "chosen"} if prompt is None else {"question": "prompt", "answer": "chosen"})
+    return in_yaml({"text": "chosen"} if prompt is None else {"question": "prompt", "answer": "chosen"})
 
 
 def _meant_columns(row: Row) -> dict[str, str]:
@@ -126,7 +131,7 @@ def _meant_columns(row: Row) -> dict[str, str]:
     return {"question": texts[0], "answer": texts[1]} if len(texts) == len(row) == 2 else {}
 
 
-def _in_yaml(columns: dict[str, str]) -> str:
+def in_yaml(columns: dict[str, str]) -> str:
     def word(name: str) -> str:
         return name if re.fullmatch(r"[A-Za-z_][\w-]*", name) else json.dumps(shortened(name, 60))
 
@@ -144,12 +149,17 @@ def columns_of(format: str, row: Row) -> tuple[str, str] | None:
 
 def convert(row: Row, format: str) -> Example:
     """The row as an example of the given format, except "template", which `RowTemplate` converts."""
-    if format != "text" and (media := next((key for key in _MEDIA_KEYS if row.get(key)), None)):
-        what = f'The row has "{media}", but only text can be trained: the question may be about what is not there.'
-        raise BadRow(what, "remove the row; if text alone makes sense, name the columns to use in data.columns")
+    if format != "text":
+        refuse_media(row)
     if format in ("messages", "sharegpt"):
         return _from_turns(row, format)
     return _CONVERTERS[format](row)
+
+
+def refuse_media(row: Row) -> None:
+    if media := next((key for key in _MEDIA_KEYS if row.get(key)), None):
+        what = f'The row has "{media}", but only text can be trained: the question may be about what is not there.'
+        raise BadRow(what, "remove the row; if text alone makes sense, name the columns to use in data.columns")
 
 
 def check_chat(messages: object, *, calls_in_text: bool = False) -> list[Message]:
@@ -177,15 +187,15 @@ def check_chat(messages: object, *, calls_in_text: bool = False) -> list[Message
 
 
 def _from_turns(row: Row, format: str) -> Chat:
-    key, is_sharegpt = _turn_key(row), format == "sharegpt"
+    key, is_sharegpt = turn_key(row), format == "sharegpt"
     if key is None:
         _refuse_keys(row, '"conversations"' if is_sharegpt else '"messages"')
     turns = row[key]
     if is_sharegpt and isinstance(turns, list):
-        turns = [_sharegpt_turn(turn, number) for number, turn in enumerate(turns, start=1)]
-    elif not is_sharegpt and turns and _turn_format(key, turns) == "sharegpt":
+        turns = [sharegpt_turn(turn, number) for number, turn in enumerate(turns, start=1)]
+    elif not is_sharegpt and turns and turn_format(key, turns) == "sharegpt":
         raise BadRow(f'The turns of "{key}" have no "role".', f"{_TURN_FORM}, or set data.format: sharegpt")
-    return _chat(row, check_chat(turns, calls_in_text=is_sharegpt))
+    return chat(row, check_chat(turns, calls_in_text=is_sharegpt))
 
 
 def _from_prompt_completion(row: Row) -> Chat | Pair:
@@ -200,24 +210,29 @@ def _from_prompt_completion(row: Row) -> Chat | Pair:
         turns = check_chat(prompt + completion)
         if all(turn["role"] != "assistant" for turn in turns[len(prompt) :]):
             raise BadRow(f'"{answer_key}" has no assistant turn, so there is nothing to train on.', "add the answer")
-        return _chat(row, turns, num_completion=len(completion))
+        return chat(row, turns, num_completion=len(completion))
     if isinstance(prompt, list) or isinstance(completion, list):
         what = f'"prompt" is {kind_name(prompt)} and "{answer_key}" is {kind_name(completion)}.'
         raise BadRow(what, "write both as text, or both as lists of turns")
-    prompt, completion = _text_at(row, "prompt"), _text_at(row, answer_key)
+    prompt, completion = text_at(row, "prompt"), text_at(row, answer_key)
     if any(key in row for key in SYSTEM_KEYS):
-        return _one_round(row, prompt, completion)
+        return one_round(row, prompt, completion)
     return Pair(prompt, completion)
 
 
 def _from_alpaca(row: Row) -> Chat:
+    return one_round(row, alpaca_question(row), text_at(row, "output"))
+
+
+def alpaca_question(row: Row) -> str:
+    """The instruction with its input, if it has one."""
     if row.get("history"):
         what = '"history" has earlier turns, which the format alpaca does not support.'
         raise BadRow(what, 'write the row as {"messages": [...]}')
-    question = _text_at(row, "instruction")
-    if (extra := row.get("input")) is not None and not _is_blank(extra):
-        question = f"{question}\n\n{_text_at(row, 'input')}"
-    return _one_round(row, question, _text_at(row, "output"))
+    question = text_at(row, "instruction")
+    if (extra := row.get("input")) is not None and not is_blank(extra):
+        question = f"{question}\n\n{text_at(row, 'input')}"
+    return question
 
 
 def _from_ultrachat(row: Row) -> Chat:
@@ -236,7 +251,7 @@ def _is_list_of_texts(value: object) -> bool:
 
 
 def _from_question_answer(row: Row) -> Chat:
-    return _one_round(row, _text_at(row, "question"), _text_at(row, _answer_key(row, "question-answer")))
+    return one_round(row, text_at(row, "question"), text_at(row, _answer_key(row, "question-answer")))
 
 
 _CONVERTERS: dict[str, Callable[[Row], Example]] = {
@@ -244,7 +259,7 @@ _CONVERTERS: dict[str, Callable[[Row], Example]] = {
     "prompt-completion": _from_prompt_completion,
     "alpaca": _from_alpaca,
     "question-answer": _from_question_answer,
-    "text": lambda row: Text(_text_at(row, "text")),
+    "text": lambda row: Text(text_at(row, "text")),
 }
 
 
@@ -254,12 +269,12 @@ def _answer_key(row: Row, format: str) -> str:
     return next((key for key in keys if row.get(key) is not None), keys[-1])
 
 
-def _one_round(row: Row, question: str, answer: str) -> Chat:
+def one_round(row: Row, question: str, answer: str) -> Chat:
     turns: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return _chat(row, turns)
+    return chat(row, turns)
 
 
-def _chat(row: Row, turns: list[Message], num_completion: int | None = None) -> Chat:
+def chat(row: Row, turns: list[Message], num_completion: int | None = None) -> Chat:
     """The conversation of checked turns, with what the row has for all of them."""
     turns = _with_system(row, turns)
     untrained = [number for number, turn in enumerate(turns) if turn.pop(_UNTRAINED, None) is not None]
@@ -344,7 +359,7 @@ def _tools(row: Row) -> list[Any] | None:
     return tools or None
 
 
-def _sharegpt_turn(turn: object, number: int) -> Message:
+def sharegpt_turn(turn: object, number: int) -> Message:
     """Convert `from` and `value` to `role` and `content`."""
     turn, name = _turn_and_role(turn, number, "from", _SHAREGPT_FORM)
     known = name.strip().lower() if isinstance(name, str) else ""
@@ -383,7 +398,7 @@ def _checked_turn(message: object, number: int) -> Message:
             raise BadRow(f'Turn {number} has no "content".', _TURN_FORM)
     elif not isinstance(content, str):
         raise BadRow(f'The "content" of turn {number} is {kind_name(content)}, not text.', _TURN_FORM)
-    elif _is_blank(content):
+    elif is_blank(content):
         if role == "assistant" and "tool_calls" not in turn:
             raise BadRow(f"The answer in turn {number} is empty.", "write the answer, or remove the row")
         if role == "user":
@@ -483,12 +498,12 @@ def _refuse_role(role: object, number: int, known: dict[str, str] | tuple[str, .
 
 def _refuse_keys(row: Row, missing: str) -> NoReturn:
     raise BadRow(
-        f"The row has no {missing}. Its keys: {_keys_of(row)}.",
+        f"The row has no {missing}. Its keys: {keys_of(row)}.",
         f"set data.format to the format of the rows, or to auto. Formats and their keys: {_KEYS_OF_FORMATS}",
     )
 
 
-def _turn_key(row: Row) -> str | None:
+def turn_key(row: Row) -> str | None:
     """The key of the conversation, if any."""
     found = [key for key in TURN_KEYS if row.get(key) is not None]
     if len(found) > 1:
@@ -496,7 +511,7 @@ def _turn_key(row: Row) -> str | None:
     return found[0] if found else None
 
 
-def _turn_format(key: str, turns: object) -> str:
+def turn_format(key: str, turns: object) -> str:
     """Whether turns have role/content or from/value. If the first turn has neither, the key decides."""
     first = turns[0] if isinstance(turns, list) and turns else None
     if isinstance(first, dict) and ("role" in first or "from" in first):
@@ -504,18 +519,18 @@ def _turn_format(key: str, turns: object) -> str:
     return "sharegpt" if key == "conversations" else "messages"
 
 
-def _text_at(row: Row, key: str) -> str:
+def text_at(row: Row, key: str) -> str:
     text = row.get(key)
     if text is None:
         _refuse_keys(row, f'"{key}"')
     if not isinstance(text, str):
         raise BadRow(f'"{key}" is {kind_name(text)}, not text.', f'write {{"{key}": "..."}}')
-    if _is_blank(text):
+    if is_blank(text):
         raise BadRow(f'"{key}" is empty.', "write the text, or remove the row")
     return text
 
 
-def _is_blank(text: object) -> bool:
+def is_blank(text: object) -> bool:
     return isinstance(text, str) and (not text or text.isspace())
 
 
@@ -528,6 +543,6 @@ def _parsed(text: str, kind: type | tuple[type, ...]) -> Any:
     return value if isinstance(value, kind) else None
 
 
-def _keys_of(row: Row) -> str:
+def keys_of(row: Row) -> str:
     shown = " ".join(excerpt(key) for key in list(row)[:12])
     return f"{shown} and {len(row) - 12} more" if len(row) > 12 else shown or "none"

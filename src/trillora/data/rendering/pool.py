@@ -210,7 +210,16 @@ class Pool:
 def _outcome(answer: list[Any]) -> Outcome:
     if len(answer) == 3:
         return BadRow(*answer)
-    text, supervised, planted, *others = answer
-    cuts, kind, digest, weight, remarks, turns, shape = others
+    return _row_of(*answer)
+
+
+def _row_of(text: str, supervised: list[Any], planted: list[Any], cuts: list[int], *others: Any) -> RenderedRow:
+    """The row whose fields these are (`worker._fields`)."""
+    kind, digest, weight, remarks, turns, shape, *preference = others
     spans = tuple(map(tuple, supervised)), tuple(map(tuple, planted))
-    return RenderedRow(text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks), turns, shape)
+    row = RenderedRow(text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks), turns, shape)
+    if not preference:
+        return row
+    prompt_digest, label, rejected = preference
+    other = None if rejected is None else _row_of(*rejected)
+    return dataclasses.replace(row, prompt_digest=prompt_digest, label=label, rejected=other)

@@ -34,14 +34,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from trillora.data.rendering import formats
+from trillora.data.rendering import formats, preferences
 from trillora.data.rendering.control import ControlWords, Span, odd_spans
 from trillora.data.rendering.json_values import kind_name, parse_json
 from trillora.data.rendering.sandbox import ChatTemplate, RowTemplate
 from trillora.data.rendering.schema import SchemaCheck
 from trillora.data.rendering.spans import AnswerFinder
 from trillora.data.rendering.unused import unused_keys, unwritten_fields
-from trillora.data.rows import BadRow, Chat, Example, Message, Pair, Text
+from trillora.data.rows import BadRow, Chat, Example, Labelled, Message, Pair, Preference, Text
 
 TEMPLATE_DATE = "2024-07-26"  # for templates that write the date, where a result must not depend on the day
 MAX_CHARACTERS = 64 * 2**20  # of one rendered row
@@ -69,6 +69,7 @@ class RenderSettings:
 
     special_words: list[str]  # spellings of special tokens
     added_words: list[str]  # spellings of all added tokens
+    rows: str = "answers"  # or pairs, or labels: see `preferences`
     train_on: str = "auto"
     template: dict[str, str] | None = None  # data.template of the recipe, instead of a format
     chat_template: str | None = None
@@ -97,6 +98,9 @@ class RenderedRow:
     remarks: tuple[str, ...] = ()  # what of the row is not trained on, to be counted
     turns: int = 0  # of a conversation
     shape: str = ""  # of a conversation: "several rounds, system, tools"
+    prompt_digest: int | None = None  # of a pair or a labelled answer
+    label: bool | None = None  # whether the answer is good, if the row says so
+    rejected: RenderedRow | None = None  # of a pair, whose chosen answer this row is
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,8 @@ class Renderer:
         if self._schema is not None:
             self._schema.check(row)
         read = formats.picked(row, self._settings.columns, self._settings.drop_keys)
-        format = formats.detect(read) if format == "auto" and self._rows is None else format
+        if format == "auto" and self._rows is None:
+            format = preferences.detect(read, self._settings.rows)
         example = self.example(read, format)
         if cut is not None:
             example = shortened(example, cut)
@@ -137,10 +142,11 @@ class Renderer:
             rendered = dataclasses.replace(rendered, remarks=(*rendered.remarks, *unused)) if unused else rendered
         if self._settings.weight_key is not None:
             rendered = dataclasses.replace(rendered, weight=formats.row_weight(row, self._settings.weight_key))
-        if len(rendered.text) > MAX_CHARACTERS:
-            what = f"This row renders to {len(rendered.text):,} characters; the limit is {MAX_CHARACTERS:,}."
-            raise BadRow(what, "shorten this row, or split it into several rows")
-        self.check_growth(raw, rendered.text)
+        for side in (rendered,) if rendered.rejected is None else (rendered, rendered.rejected):
+            if len(side.text) > MAX_CHARACTERS:
+                what = f"This row renders to {len(side.text):,} characters; the limit is {MAX_CHARACTERS:,}."
+                raise BadRow(what, "shorten this row, or split it into several rows")
+            self.check_growth(raw, side.text)
         return rendered
 
     def check_growth(self, raw: bytes, text: str) -> None:
@@ -152,7 +158,7 @@ class Renderer:
 
     def example(self, row: dict[str, Any], format: str) -> Example:
         if self._rows is None:
-            return formats.convert(row, format)
+            return preferences.convert(row, format)
         example = self._rows.convert(row)
         if isinstance(example, Chat):
             return dataclasses.replace(example, messages=formats.check_chat(example.messages))
@@ -173,6 +179,32 @@ class Renderer:
                 if not text.strip():
                     raise BadRow("The text is empty.", "remove the row")
                 return RenderedRow(text, ((0, len(text)),), self._spelled(text, 0), digest=_digest(text))
+            case Labelled(answer, is_good):
+                return dataclasses.replace(self.write(answer), label=is_good, prompt_digest=_prompt_digest(answer))
+            case Preference(chosen, rejected):
+                return self._write_pair(chosen, rejected)
+
+    def _write_pair(self, chosen: Chat | Pair, rejected: Chat | Pair) -> RenderedRow:
+        """Both answers, each after the prompt, which must be the same text for both."""
+        sides = [self.write(chosen), self.write(rejected)]
+        if sides[0].text == sides[1].text:
+            raise BadRow(f"{preferences.SAME} in the chat template's text.", preferences.DO_SAME)
+        starts = [side.supervised[0][0] for side in sides]
+        start = min(starts)
+        # A template may open the thinking of one answer only. What is before it is the prompt then.
+        differing = "".join(side.text[start:own] for side, own in zip(sides, starts, strict=True))
+        if len({side.text[:start] for side in sides}) > 1 or self._words.control.sub("", differing).strip():
+            what = "The text before the first trained answer differs between the chosen and the rejected answer."
+            do = "use a chat template that writes a prompt in one way, whatever the answer is; or remove the row"
+            raise BadRow(what, do if self._settings.train_on != "last" else f"leave data.train_on out; or {do}")
+        one, other = (_trained_from(start, side) for side in sides)
+        return dataclasses.replace(
+            one,
+            remarks=tuple(dict.fromkeys(one.remarks + other.remarks)),
+            digest=_digest([one.digest, other.digest]),
+            prompt_digest=_prompt_digest(chosen),
+            rejected=other,
+        )
 
     def _write_chat(self, chat: Chat) -> RenderedRow:
         if self._answers is None:
@@ -436,7 +468,15 @@ def shortened(example: Example, cut: Cut) -> Example:
             return Pair(_without(prompt, cut.side, cut.num_characters), completion)
         case Text():
             raise BadRow("A text cannot be truncated: all of it is trained.", "set data.on_too_long: split")
-    messages, left = list(example.messages), cut.num_characters
+        case Labelled(answer, is_good):
+            return Labelled(_with_shorter_prompt(answer, cut), is_good)
+        case Preference(chosen, rejected):
+            return Preference(_with_shorter_prompt(chosen, cut), _with_shorter_prompt(rejected, cut))
+    return dataclasses.replace(example, messages=_shorter_turns(example.messages, cut))
+
+
+def _shorter_turns(turns: Sequence[Message], cut: Cut) -> list[Message]:
+    messages, left = list(turns), cut.num_characters
     while left > 0:
         lengths = [len(m["content"]) if m["role"] != "assistant" and m.get("content") else 0 for m in messages]
         longest = max(range(len(messages)), key=lengths.__getitem__)
@@ -446,7 +486,15 @@ def shortened(example: Example, cut: Cut) -> Example:
         content = _without(messages[longest]["content"], cut.side, taken)
         messages[longest] = {**messages[longest], "content": content}
         left -= taken
-    return dataclasses.replace(example, messages=messages)
+    return messages
+
+
+def _with_shorter_prompt(side: Chat | Pair, cut: Cut) -> Chat | Pair:
+    """Shortened in its prompt only, so that equal prompts stay equal."""
+    if isinstance(side, Pair):
+        return Pair(_without(side.prompt, cut.side, cut.num_characters), side.completion)
+    prompt = _shorter_turns(side.messages[: side.num_prompt], cut)
+    return dataclasses.replace(side, messages=[*prompt, *side.messages[side.num_prompt :]])
 
 
 def _too_long_answer() -> BadRow:
@@ -466,6 +514,16 @@ def _without(text: str, side: str, num_characters: int) -> str:
 def _digest(meaning: object) -> int:
     canonical = json.dumps(meaning, sort_keys=True, ensure_ascii=False)
     return int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8).digest(), "little")
+
+
+def _trained_from(start: int, row: RenderedRow) -> RenderedRow:
+    (_, end), *others = row.supervised
+    return dataclasses.replace(row, supervised=((start, end), *others))
+
+
+def _prompt_digest(side: Chat | Pair) -> int:
+    """Hash of the prompt: rows with one prompt belong to one part of a split."""
+    return _digest([side.prompt] if isinstance(side, Pair) else [side.messages[: side.num_prompt], side.tools])
 
 
 def _map_chat(chat: Chat, change: Callable[[str, bool], str], change_key: Callable[[str], str]) -> Chat:

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from trillora.data.rendering.formats import ARGUMENTS_KEY, REASONING_KEYS, SYSTEM_KEYS, TURN_KEYS, Row
 from trillora.data.rendering.json_values import shortened
+from trillora.data.rendering.preferences import LABELLED, PREFERENCE, SIDE_KEYS
 from trillora.data.rendering.sandbox import CLOSE, OPEN, ChatTemplate
 from trillora.data.rows import BadRow, Chat, Message
 
@@ -29,7 +30,10 @@ _READ = {
     "question-answer": _OF_ALL_CHATS | {"question", "answer", "response"},
     "text": frozenset(("text",)),
 }
-_WITH_TURNS = (*TURN_KEYS, "prompt", "completion", "response")
+_QUESTIONS = frozenset(("prompt", "question", "instruction", "input", "history"))
+_READ[PREFERENCE] = _OF_ALL_CHATS | _QUESTIONS | SIDE_KEYS | frozenset(TURN_KEYS)
+_READ[LABELLED] = frozenset().union(*_READ.values(), ("label",)) - SIDE_KEYS - {"text"}
+_WITH_TURNS = (*TURN_KEYS, "prompt", "completion", "response", *sorted(SIDE_KEYS))
 _READ_IN_TURNS = frozenset(
     ("role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "weight", "train", *REASONING_KEYS)
 )

@@ -55,19 +55,26 @@ def main() -> None:
 
 
 def _answers(renderer: Renderer, rows: list[bytes], format: str, cuts: Sequence[object]) -> list[list[Any]]:
-    """For each row the ten fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses
-    up its limit: the parent decides whether to try the others."""
+    """For each row the fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses up its
+    limit: the parent decides whether to try the others."""
     answers: list[list[Any]] = []
     for raw, cut in zip(rows, cuts, strict=True):
         try:
-            row = _limited(lambda raw=raw, cut=cut: _rendered(renderer, raw, format, cut))
-            spans = (row.text, row.supervised, row.planted, row.cuts)
-            answers.append([*spans, row.kind, row.digest, row.weight, row.remarks, row.turns, row.shape])
+            answers.append(_fields(_limited(lambda raw=raw, cut=cut: _rendered(renderer, raw, format, cut))))
         except BadRow as error:
             answers.append([error.what, error.do, error.past_limit])
             if error.past_limit:
                 break
     return answers
+
+
+def _fields(row: RenderedRow) -> list[Any]:
+    """Ten fields, and three more of a pair or a labelled answer."""
+    fields = [row.text, row.supervised, row.planted, row.cuts, row.kind, row.digest]
+    fields += [row.weight, row.remarks, row.turns, row.shape]
+    if row.prompt_digest is not None:
+        fields += [row.prompt_digest, row.label, None if row.rejected is None else _fields(row.rejected)]
+    return fields
 
 
 def _rendered(renderer: Renderer, raw: bytes, format: str, cut: list[Any] | None) -> RenderedRow:

@@ -42,7 +42,9 @@ class TokenizedDocument:
 
     tokens: NDArray[np.int32]
     supervised: NDArray[np.bool_]
-    weight: float = 1.0  # of its targets in the loss
+    weight: float = 1.0  # of its targets in the loss; below zero for a bad answer
+    first: int = 0  # of a pair: tokens of the chosen side, which the rejected side follows
+    prompt: int = 0  # of a pair or a labelled answer: tokens of the prompt
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -51,6 +53,16 @@ class TokenizedDocument:
     def num_supervised(self) -> int:
         """Number of targets: supervised tokens that have a token before them."""
         return int(np.count_nonzero(self.supervised[1:]))
+
+    @property
+    def parts(self) -> tuple[TokenizedDocument, ...]:
+        """The document itself; of a pair, the chosen and the rejected side."""
+        if not self.first:
+            return (self,)
+        return (
+            TokenizedDocument(self.tokens[: self.first], self.supervised[: self.first], self.weight, 0, self.prompt),
+            TokenizedDocument(self.tokens[self.first :], self.supervised[self.first :], -self.weight, 0, self.prompt),
+        )
 
 
 EncodedRow = TokenizedDocument | BadRow

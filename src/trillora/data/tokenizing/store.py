@@ -34,11 +34,14 @@ ROW = np.dtype(
     [
         ("start", "<i8"),  # in tokens.bin
         ("digest", "<u8"),  # of the row's content, the same in every format
+        ("split", "<u8"),  # decides the part: the digest, or for a pair or a labelled answer the prompt's digest
         ("line", "<i8"),
         ("nth", "<i4"),  # of the rows on that line
         ("length", "<i4"),  # in tokens
+        ("first", "<i4"),  # tokens of the chosen side of a pair; 0: not a pair
+        ("prompt", "<i4"),  # tokens of the prompt of a pair or a labelled answer
         ("trained", "<i4"),  # number of targets
-        ("weight", "<f4"),  # of these in the loss
+        ("weight", "<f4"),  # of these in the loss; below zero for a bad answer
         ("name", "<i4"),  # index into the description's list of files and archive members
         ("source", "<i2"),  # entry of data.path
         ("kind", "<i1"),
@@ -82,13 +85,15 @@ class StoreWriter:
         self._num_tokens = 0
 
     def add(self, documents: Sequence[TokenizedDocument], rows: NDArray[np.void]) -> None:
-        """Appends documents and their records, whose start, length and trained are filled in here."""
+        """Appends documents and their records, whose start, lengths and trained are filled in here."""
         if not documents:
             return
         lengths = np.array([len(document) for document in documents])
         rows["length"] = lengths
         rows["start"] = self._num_tokens + np.cumsum(lengths) - lengths
         rows["trained"] = [document.num_supervised for document in documents]
+        rows["first"] = [document.first for document in documents]
+        rows["prompt"] = [document.prompt for document in documents]
         tokens = np.concatenate([document.tokens for document in documents]).view(np.uint32)
         trained = np.concatenate([document.supervised for document in documents])
         with writing_cache(self._target.parent):

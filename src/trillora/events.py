@@ -65,6 +65,14 @@ class Preferences:
     logps_rejected: float
     kl: float | None = None  # of KTO
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the share of right pairs: the middle 95 % by Wilson's formula, which needs only their number."""
+        z, n, share = 1.96, max(self.pairs, 1.0), self.rewards_accuracies
+        middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+        half = z * math.sqrt(max(share * (1 - share) / n + z * z / (4 * n * n), 0.0)) / (1 + z * z / n)
+        return max(middle - half, 0.0), min(middle + half, 1.0)
+
     @classmethod
     def of(cls, means: Mapping[str, float]) -> Preferences | None:
         """From TRL's names; None without any."""

@@ -347,7 +347,10 @@ def sum_of_pairs(
     chosen, rejected = pairs.means(policy - reference) if reward_of_means else pairs.sums(policy - reference)
     chosen, rejected = numbers.beta * chosen, numbers.beta * rejected
     of_chosen, of_rejected = pairs.means(policy) if reward_of_means else pairs.sums(policy)
-    values = (chosen, rejected, chosen > rejected, of_chosen, of_rejected)
+    is_right = (chosen > rejected) + 0.5 * (
+        chosen == rejected
+    )  # equal rewards are a coin toss; TRL counts them as wrong
+    values = (chosen, rejected, is_right, of_chosen, of_rejected)
     means = {
         name: Mean((weight * jax.lax.stop_gradient(value)).sum(), weight.sum())
         for name, value in zip(METRICS, values, strict=True)
@@ -369,7 +372,8 @@ def sum_of_labels(
     good, bad = (weight * (answers.is_good == is_good) for is_good in (True, False))
     log_p = jax.lax.stop_gradient(answers.sums(policy))
     reward = numbers.beta * jax.lax.stop_gradient(answers.sums(policy - reference))
-    is_right = jnp.where(answers.is_good, reward, -reward) > 0
+    signed = jnp.where(answers.is_good, reward, -reward)
+    is_right = (signed > 0) + 0.5 * (signed == 0)
     values = ((good, reward), (bad, reward), (weight, is_right), (good, log_p), (bad, log_p))
     means = {name: Mean((own * value).sum(), own.sum()) for name, (own, value) in zip(METRICS, values, strict=True)}
     return (weight * jnp.where(weight > 0, total, 0)).sum(), means

@@ -29,7 +29,7 @@ from trillora.files.hub import HUB_ID_AT
 from trillora.files.user_path import user_path
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.load import load_run_recipe
-from trillora.recipe.losses import Rows
+from trillora.recipe.losses import Rows, is_file
 from trillora.recipe.schema import Recipe, stages_of
 from trillora.runs.files import ADAPTER, GROUP_FILE, is_finished, is_run
 
@@ -51,6 +51,9 @@ def check_start(recipe: Recipe, out: Path) -> None:
 def check_inputs(recipe: Recipe) -> None:
     """Checks the data of every stage."""
     for stage in stages_of(recipe):
+        for name in filter(is_file, stage.recipe.train.losses):
+            if not os.path.isfile(name):
+                raise TrilloraError("There is no such file.", where=f"train.loss: {name}", do="check the path")
         check_data(stage.recipe.data, stage.recipe.train.rows)
 
 

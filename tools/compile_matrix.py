@@ -242,7 +242,7 @@ def compile_answers(config: Any, devices: list[Any], dtype: Any, quantize: Any, 
 
     from trillora.generation import generator as generation
     from trillora.generation.placement import place_model
-    from trillora.step.build import shard_adapter, weight_shardings
+    from trillora.step.shardings import shard_adapter, weight_shardings
 
     model, mesh = place_model(config, devices, lora, dtype, quantize, "full", trust_remote_code=False)
 

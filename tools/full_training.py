@@ -20,11 +20,12 @@ from trillora.devices.mesh import MeshShape, batch_sharding, make_mesh, replicat
 from trillora.devices.slices import find_slice
 from trillora.engine.loss import chunked_loss
 from trillora.engine.optim import make_optimizer, make_schedule
-from trillora.engine.step import Batch, Loss, TrainState, initial_state, make_train_step
+from trillora.engine.step import Batch, Loss, TrainState, initial_state, make_train_step, token_objective
 from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Tree
-from trillora.step.build import BATCH_DTYPES, loss_chunk_positions, weight_shardings
 from trillora.step.compiler_options import tpu_options
+from trillora.step.objective import BATCH_DTYPES, loss_chunk_positions
+from trillora.step.shardings import weight_shardings
 
 LOSS_CHUNK = 4096  # tokens per device whose logits exist at once
 
@@ -40,7 +41,7 @@ def lower_step(case: Published) -> tuple[Any, dict[str, str | bool], int]:
     optimizer = make_optimizer(case.optimizer, weight_decay=0.1)
     schedule = make_schedule("constant", 1e-4, warmup_steps=0, num_steps=1000)
     loss = full_loss(model, loss_chunk_positions(LOSS_CHUNK, case.rows, case.tokens))
-    step = keeping_dtypes(make_train_step(loss, optimizer, schedule, max_grad_norm=1.0))
+    step = keeping_dtypes(make_train_step(token_objective(loss), optimizer, schedule, max_grad_norm=1.0))
 
     weights, buffers = weight_shapes(model, mesh, jnp.dtype(case.weights))
     state = state_shapes(weights, jax.eval_shape(lambda tree: initial_state(tree, optimizer, 0), weights), mesh)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,6 +52,38 @@ class Alarm:
 
 
 @dataclass(frozen=True)
+class Preferences:
+    """Means over pairs of answers, or over answers with a label. A reward is beta times how much more likely the answer
+    is than with the reference. `as_logged` has TRL's names."""
+
+    pairs: float  # their number, or the sum of their weights
+    rewards_chosen: float
+    rewards_rejected: float
+    rewards_margins: float
+    rewards_accuracies: float  # share of the pairs in which the chosen answer has the higher reward
+    logps_chosen: float  # log-probability of a whole answer
+    logps_rejected: float
+    kl: float | None = None  # of KTO
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the share of right pairs: the middle 95 % by Wilson's formula, which needs only their number."""
+        z, n, share = 1.96, max(self.pairs, 1.0), self.rewards_accuracies
+        middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+        half = z * math.sqrt(max(share * (1 - share) / n + z * z / (4 * n * n), 0.0)) / (1 + z * z / n)
+        return max(middle - half, 0.0), min(middle + half, 1.0)
+
+    @classmethod
+    def of(cls, means: Mapping[str, float]) -> Preferences | None:
+        """From TRL's names; None without any."""
+        return cls(**{name.replace("/", "_"): value for name, value in means.items()}) if means else None
+
+    def as_logged(self) -> dict[str, float]:
+        values = {name.replace("_", "/", 1): value for name, value in vars(self).items()}
+        return {name: value for name, value in values.items() if value is not None and name != "pairs"}
+
+
+@dataclass(frozen=True)
 class Step:
     """One completed optimizer step."""
 
@@ -69,6 +101,7 @@ class Step:
     memory_gib: float | None = None  # peak memory of a device; on a CPU, memory of this process
     peak_fraction: float | None = None  # of the devices' peak FLOP/s, where that is known
     num_tokens: int = 0  # supervised tokens of the batch
+    preferences: Preferences | None = None
 
 
 @dataclass(frozen=True)
@@ -88,15 +121,17 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Metrics on the fixed evaluation set after a step; step 0 is the base model."""
+    """Metrics on the fixed evaluation set after a step; step 0 is the base model. The perplexity of preferences is of
+    the chosen answers."""
 
     step: int
     stage: str
     loss: float
     perplexity: float
-    accuracy: float  # fraction of supervised tokens that the model ranks first
+    accuracy: float  # fraction of supervised tokens that the model ranks first; of preferences, of the pairs
     num_tokens: int
     is_best: bool
+    preferences: Preferences | None = None
 
 
 @dataclass(frozen=True)
@@ -224,6 +259,8 @@ def to_metrics_line(event: Event) -> str | None:
 
 def _to_line(head: dict[str, str], event: Event) -> str:
     fields = {name: _plain(value) for name, value in dataclasses.asdict(event).items()}
+    if fields.get("preferences", 0) is None:
+        del fields["preferences"]
     return json.dumps({**head, **fields}, allow_nan=False, default=str)
 
 

@@ -29,7 +29,7 @@ from trillora.engine.lion8bit import (
     scale_by_lion_8bit,
 )
 from trillora.engine.optim import OptimizerName, ScheduleName, make_optimizer, make_schedule, scale_by_adafactor
-from trillora.engine.step import initial_state, make_train_step
+from trillora.engine.step import initial_state, make_train_step, token_objective
 from trillora.errors import TrilloraError
 from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
@@ -304,7 +304,7 @@ def test_a_donated_state_is_intact_after_a_skipped_step(name: OptimizerName) -> 
 
     optimizer = make_optimizer(name, 0.1)
     schedule = make_schedule("constant", 0.01, 0, 3)
-    step = jax.jit(make_train_step(loss, optimizer, schedule, max_grad_norm=1.0), donate_argnums=0)
+    step = jax.jit(make_train_step(token_objective(loss), optimizer, schedule, max_grad_norm=1.0), donate_argnums=0)
     state = initial_state(jax.tree.map(jnp.asarray, tree(0)), optimizer, seed=0)
     weights = jnp.ones((2, 2))
     state, _ = step(state, {}, {"tokens": weights, "weights": weights})

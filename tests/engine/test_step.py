@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from trillora.engine.hash_random import MaskKey, keep_mask
-from trillora.engine.loss import Totals
 from trillora.engine.optim import OptimizerName, ScheduleName, make_optimizer, make_schedule
-from trillora.engine.step import Batch, TrainState, initial_state, make_eval_step, make_train_step
+from trillora.engine.step import Batch, TrainState, initial_state, make_train_step, token_objective
 
 pytestmark = pytest.mark.core
 
@@ -73,7 +72,11 @@ def step_function(
 ) -> tuple[Any, TrainState]:
     chosen = make_optimizer(optimizer, weight_decay)
     step = make_train_step(
-        loss, chosen, make_schedule(schedule, 0.05, 2, 10), max_grad_norm=clip, num_micro_batches=parts
+        token_objective(loss),
+        chosen,
+        make_schedule(schedule, 0.05, 2, 10),
+        max_grad_norm=clip,
+        num_micro_batches=parts,
     )
     return jax.jit(step), initial_state(adapter(), chosen, seed=0)
 
@@ -198,7 +201,7 @@ def test_micro_batches_add_up_to_the_batch(optimizer: Literal["adamw", "lion"], 
     for i in range(3):
         state, metrics = whole(state, BASE, batch(i))
         other, other_metrics = in_parts(other, BASE, batch(i))
-        assert_close(other_metrics._asdict(), metrics._asdict())
+        assert_close(other_metrics._replace(means=0)._asdict(), metrics._replace(means=0)._asdict())
         assert_close(other.adapter, state.adapter)
 
 
@@ -210,7 +213,7 @@ def test_a_micro_batch_without_supervised_tokens_adds_nothing() -> None:
     after, metrics = step(state, BASE, batch(0, weights=weights))
     expected, expected_metrics = step_function()[0](state, BASE, half)
     assert_close(after.adapter, expected.adapter)
-    assert_close(metrics._asdict(), expected_metrics._asdict())
+    assert_close(metrics._replace(means=0)._asdict(), expected_metrics._replace(means=0)._asdict())
 
 
 def test_the_loss_is_the_mean_over_supervised_tokens() -> None:
@@ -271,7 +274,7 @@ def test_an_update_that_is_not_finite_changes_nothing(
     """The loss and its gradient are finite, but the new weights are not."""
     chosen = make_optimizer(optimizer, weight_decay)
     schedule = make_schedule("constant", learning_rate, 0, 10)
-    step = jax.jit(make_train_step(loss, chosen, schedule, max_grad_norm=1.0))
+    step = jax.jit(make_train_step(token_objective(loss), chosen, schedule, max_grad_norm=1.0))
     state = initial_state(adapter(), chosen, seed=0)
     after, metrics = step(state, BASE, batch(0))
     assert np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm)
@@ -316,18 +319,6 @@ def test_every_step_and_every_sequence_has_its_own_mask_in_any_micro_batch(parts
         key = MaskKey(jax.random.fold_in(jax.random.key(0), number), jnp.arange(ROWS))
         expected = np.asarray(keep_mask(key, 0.5, (ROWS, TOKENS, 32)))
         assert step_masks == {sequence: mask.tobytes() for sequence, mask in enumerate(expected)}
-
-
-def test_evaluation_sums_add_up_over_any_split() -> None:
-    def evaluate(adapter: Any, base: Any, batch: Batch) -> Totals:
-        return Totals(loss(adapter, base, batch), (batch["weights"] * (batch["targets"] > 0)).sum())
-
-    step = jax.jit(make_eval_step(evaluate))
-    whole = step(adapter(), BASE, batch(0))
-    halves = [step(adapter(), BASE, {n: a[rows] for n, a in batch(0).items()}) for rows in (slice(3), slice(3, None))]
-    assert whole.keys() == {"loss", "num_correct", "num_tokens"}
-    assert float(whole["num_tokens"]) == float(batch(0)["weights"].sum())
-    assert_close({name: sum(half[name] for half in halves) for name in whole}, whole)
 
 
 def test_a_program_that_closes_over_its_weights_is_an_error_in_tests() -> None:

@@ -38,7 +38,7 @@ from trillora.model.loading.source import find_model, load_config
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
 from trillora.step.background import compiling_in_background
-from trillora.step.build import weight_shardings
+from trillora.step.shardings import weight_shardings
 from trillora.training.trainer import train
 
 NUM_NEW = 12

@@ -45,7 +45,8 @@ from trillora.model.lora import linear_layers, row_norms
 from trillora.model.lora_spec import LoraSpec, adapted_layers
 from trillora.recipe.load import load_recipe
 from trillora.step.adapter_spec import lora_spec
-from trillora.step.build import update_factors, weight_shardings
+from trillora.step.build import update_factors
+from trillora.step.shardings import weight_shardings
 from trillora.training.trainer import train
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]

@@ -53,7 +53,7 @@ from trillora.preflight.compiler_process import StepSearch, by_estimate
 from trillora.recipe.load import load_recipe, load_run_recipe
 from trillora.recipe.schema import stages_of
 from trillora.step import autotune
-from trillora.step.build import weight_shardings
+from trillora.step.shardings import weight_shardings
 from trillora.training.trainer import train
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("shared_steps")]

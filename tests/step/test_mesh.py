@@ -22,8 +22,9 @@ from trillora.model.layout import Leaf
 from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
 from trillora.step.autotune import micro_batch_sizes
-from trillora.step.build import assemble, shard_adapter, weight_shardings
+from trillora.step.build import assemble
 from trillora.step.decisions import Decisions, choose_mesh, decide_by_hardware, decide_mesh, meshes_to_try
+from trillora.step.shardings import shard_adapter, weight_shardings
 from trillora.training.trainer import train
 
 pytestmark = pytest.mark.core

@@ -28,8 +28,8 @@ from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
 from trillora.model.lora_spec import AdapterDoesNotFit
 from trillora.recipe.schema import EMBEDDED
-from trillora.step.build import shard_adapter, weight_shardings
 from trillora.step.decisions import memory_limit
+from trillora.step.shardings import shard_adapter, weight_shardings
 
 PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",

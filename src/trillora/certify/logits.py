@@ -37,8 +37,8 @@ from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Tree
 from trillora.model.loading.source import load_config
 from trillora.model.loading.weights import load_weights
-from trillora.step.build import shard_adapter, weight_shardings
 from trillora.step.decisions import memory_limit
+from trillora.step.shardings import shard_adapter, weight_shardings
 
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",

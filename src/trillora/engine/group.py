@@ -5,7 +5,7 @@ of its own: the step of a single adapter is mapped over the lanes (`jax.vmap`). 
 are computed once, for the rows of all lanes together. Each adapter keeps its own learning rate, gradient norm,
 optimizer state and random key, so training it among others gives what training it alone gives, up to rounding.
 
-    step = make_group_step(loss, optimizer)
+    step = make_group_step(objective_of, optimizer)
     lanes = Lanes(index_K=jnp.array([0, 2]), is_active_K=jnp.array([True, True]))
     state, metrics = step(state, base, options, lanes, batch)    # batch: arrays [K, B, T]; trains adapters 0 and 2
 
@@ -22,12 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from trillora.engine.hash_random import MaskKey
 from trillora.engine.optim import SCHEDULES, ScheduleName, decay_start
-from trillora.engine.step import Batch, GradNormStats, Pytree, StepMetrics, TrainState, choose, make_train_step
-
-# (adapter, scale, base, batch, dropout key) -> summed loss
-ScaledLoss = Callable[[Pytree, jax.Array, Pytree, Batch, MaskKey], jax.Array]
+from trillora.engine.step import (
+    Batch,
+    GradNormStats,
+    Objective,
+    Pytree,
+    StepMetrics,
+    TrainState,
+    choose,
+    make_train_step,
+)
 
 
 class AdapterOptions(NamedTuple):
@@ -40,6 +45,7 @@ class AdapterOptions(NamedTuple):
     num_steps: Any
     max_grad_norm: Any
     scale: Any  # of the adapter's change, relative to the scale of the model's layers
+    beta: Any  # of a loss of preferences
 
 
 class Lanes(NamedTuple):
@@ -49,7 +55,7 @@ class Lanes(NamedTuple):
     is_active_K: Any
 
 
-OPTION_DTYPES = AdapterOptions(jnp.int32, jnp.float32, jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.float32)
+OPTION_DTYPES = AdapterOptions(jnp.int32, jnp.float32, jnp.int32, jnp.int32, jnp.int32, *(jnp.float32,) * 3)
 LANE_DTYPES = Lanes(jnp.int32, jnp.bool_)
 
 
@@ -63,6 +69,7 @@ class OneAdapter(NamedTuple):
     decay_fraction: float | None
     max_grad_norm: float
     scale: float
+    beta: float = 0.0
 
 
 def adapter_options(adapters: Sequence[OneAdapter]) -> AdapterOptions:
@@ -74,6 +81,7 @@ def adapter_options(adapters: Sequence[OneAdapter]) -> AdapterOptions:
         num_steps=[a.num_steps for a in adapters],
         max_grad_norm=[a.max_grad_norm for a in adapters],
         scale=[a.scale for a in adapters],
+        beta=[a.beta for a in adapters],
     )
     return AdapterOptions(*(np.array(column, dtype) for column, dtype in zip(values, OPTION_DTYPES, strict=True)))
 
@@ -91,18 +99,24 @@ def learning_rate(options: AdapterOptions, step: jax.Array) -> jax.Array:
     return jnp.asarray(options.peak * warmup * shape, jnp.float32)
 
 
-def group_state(adapters_N: Pytree, optimizer: optax.GradientTransformation, keys_N: jax.Array) -> TrainState:
+ObjectiveOf = Callable[[AdapterOptions], Objective]  # what an adapter with these options minimizes
+
+
+def group_state(
+    adapters_N: Pytree, optimizer: optax.GradientTransformation, keys_N: jax.Array, *, keeps_reference: bool = False
+) -> TrainState:
     """The state before the first step. `keys_N` are the adapters' random keys, one per seed."""
 
     def one(adapter: Pytree, key: jax.Array) -> TrainState:
         typical = GradNormStats(jnp.float32(0), jnp.int32(0))
-        return TrainState(jnp.int32(0), adapter, optimizer.init(adapter), key, typical)
+        reference = adapter if keeps_reference else None
+        return TrainState(jnp.int32(0), adapter, optimizer.init(adapter), key, typical, reference)
 
     return jax.vmap(one)(adapters_N, keys_N)
 
 
 def make_group_step(
-    loss: ScaledLoss,
+    objective_of: ObjectiveOf,
     optimizer: optax.GradientTransformation,
     *,
     num_micro_batches: int = 1,
@@ -116,11 +130,8 @@ def make_group_step(
         def one(
             state: TrainState, options: AdapterOptions, is_active: jax.Array, batch: Batch
         ) -> tuple[Pytree, StepMetrics]:
-            def own_loss(adapter: Pytree, base: Pytree, batch: Batch, key: MaskKey) -> jax.Array:
-                return loss(adapter, options.scale, base, batch, key)
-
             step = make_train_step(
-                own_loss,
+                objective_of(options),
                 optimizer,
                 lambda number: learning_rate(options, number),
                 max_grad_norm=options.max_grad_norm,

@@ -111,6 +111,72 @@ def chunked_loss(
     return loss_only(head_adapter, hidden_BTD)
 
 
+def log_probs(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """The log-probability of each target, from full logits."""
+    return -token_losses(logits_BTV, targets_BT)
+
+
+def chunked_log_probs(
+    head: Head,
+    base: Pytree,
+    head_adapter: Pytree,
+    hidden_BTD: jax.Array,
+    targets_BT: jax.Array,
+    counted_BT: jax.Array,
+    chunk: int,
+    kernel: Kernel = PLAIN,
+) -> jax.Array:
+    """`log_probs` [B, T] of the tokens that count, and zeros; differentiable in `head_adapter` and `hidden_BTD`.
+
+    The gradient of token t with respect to its hidden state is a vector that does not depend on the loss. The forward
+    pass stores it while the logits exist, and the backward pass multiplies it with the token's cotangent: no second
+    matmul over the vocabulary. An adapter of the head itself has no such vector: if there is one, the backward pass
+    computes the chunks again. `chunked_loss` needs neither, because its cotangents, the weights, are known before.
+    """
+    counted_BT = counted_BT.astype(jnp.float32)
+    order_BT = _supervised_first(counted_BT)
+    back_BT = jnp.argsort(order_BT, axis=1)
+    length = hidden_BTD.shape[1]
+
+    def of_chunk(adapter: Pytree, xs: tuple[jax.Array, ...], weights: jax.Array) -> tuple[jax.Array, Pytree, jax.Array]:
+        """The losses of a chunk, and the gradients of their weighted sum."""
+        hidden, targets = xs[:2]
+        logits, pull_back = jax.vjp(lambda a, h: head(base, a, h), adapter, hidden)
+        losses, error = loss_and_gradient(logits, targets, weights, kernel)
+        return losses, *pull_back(error)
+
+    @jax.custom_vjp
+    def of_hidden(head_adapter: Pytree, hidden_BTD: jax.Array) -> jax.Array:
+        return forward(head_adapter, hidden_BTD)[0]
+
+    def forward(head_adapter: Pytree, hidden_BTD: jax.Array) -> tuple[jax.Array, tuple[Pytree, jax.Array, jax.Array]]:
+        def one_chunk(_: None, xs: tuple[jax.Array, ...]) -> tuple[None, tuple[jax.Array, jax.Array]]:
+            losses, _of_adapter, d_hidden = of_chunk(head_adapter, xs, xs[2])
+            return None, (-losses * xs[2], -d_hidden)
+
+        chunks = _chunks(*_take((hidden_BTD, targets_BT, counted_BT), order_BT), chunk=chunk)
+        found, unit = (_join(part, length) for part in _scan_supervised(one_chunk, None, chunks)[1])
+        found, unit = _take((found, unit), back_BT)
+        return found, (head_adapter, hidden_BTD, unit)
+
+    def backward(stored: tuple[Pytree, jax.Array, jax.Array], cotangent_BT: jax.Array) -> tuple[Pytree, jax.Array]:
+        head_adapter, hidden_BTD, unit_BTD = stored
+        d_hidden = (unit_BTD * cotangent_BT[..., None]).astype(unit_BTD.dtype)
+
+        def one_chunk(gradient: Pytree, xs: tuple[jax.Array, ...]) -> tuple[Pytree, None]:
+            d_adapter = of_chunk(head_adapter, xs, -xs[2])[1]
+            return jax.tree.map(jnp.add, gradient, d_adapter), None
+
+        d_adapter = jax.tree.map(jnp.zeros_like, head_adapter)
+        if jax.tree.leaves(head_adapter):
+            chunks = _chunks(*_take((hidden_BTD, targets_BT, cotangent_BT * counted_BT), order_BT), chunk=chunk)
+            d_adapter = _scan_supervised(one_chunk, d_adapter, chunks)[0]
+        return d_adapter, d_hidden
+
+    of_hidden.defvjp(forward, backward)
+    return of_hidden(head_adapter, hidden_BTD)
+
+
 def chunked_totals(
     head: Head,
     base: Pytree,

@@ -48,7 +48,7 @@ from trillora.runs.adapter import adapter_of, template_of
 from trillora.runs.files import ADAPTER, is_run
 from trillora.runs.saved import SavedRun, find_adapter
 from trillora.step.background import Program, compile_program
-from trillora.step.build import shard_adapter, weight_shardings
+from trillora.step.shardings import shard_adapter, weight_shardings
 
 if TYPE_CHECKING:
     pass

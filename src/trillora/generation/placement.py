@@ -22,8 +22,8 @@ from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Tree
 from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.schema import Auto, Dtype, Quantize
-from trillora.step.build import shard_adapter
 from trillora.step.decisions import choose_dtype, fastest_attention, formats_to_try, memory_limit
+from trillora.step.shardings import shard_adapter
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig

@@ -247,12 +247,16 @@ class StageSection(StageOptions):
     name: str = Field(pattern=NAME, description="Name of the stage.")
     data: DataSection = Field(description="The stage's training data: a path, or a mapping.")
     optimizer_state: Literal["carry", "restart"] = Field(
-        default="carry", description="Keep the optimizer state of the previous stage (carry), or reset it (restart)."
+        default="carry",
+        description="Keep the optimizer state of the previous stage (carry), or reset it (restart). The default is "
+        "restart for a stage with a loss of its own.",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _default_rate_of_preferences(cls, value: object) -> Any:
+    def _defaults_of_its_loss(cls, value: object) -> Any:
+        if isinstance(value, Mapping) and value.get("loss") is not None and value.get("optimizer_state") is None:
+            value = {**value, "optimizer_state": "restart"}  # gradients of another loss have another size
         return with_preference_rate(value)
 
     @model_serializer(mode="wrap")
@@ -500,6 +504,16 @@ class Recipe(Section):
             option = "hardware.mesh.adapter" if has_axis else "train.adapters_at_once"
             what = f"{option} applies only to a run that trains several adapters together."
             raise conflict(option, what, "remove it, or give phases or a sweep")
+        return self
+
+    @model_validator(mode="after")
+    def _compares_answers_where_it_can(self) -> Recipe:
+        if self.train.rows != "answers" and self.phases is not None:
+            what = "A recipe with phases cannot have a loss of preferences."
+            raise conflict("train.loss", what, "use stages, or one run for each phase")
+        if self.sweep is not None and self.sweep.beta is not None and self.train.rows == "answers":
+            what = "sweep.beta has no effect on train.loss: sft."
+            raise conflict("sweep.beta", what, "remove it, or set train.loss")
         return self
 
     @model_validator(mode="after")

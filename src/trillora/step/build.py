@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,54 +16,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from trillora.devices.chips import generation_of
-from trillora.devices.mesh import AXES, FSDP_AXIS, batch_sharding, replicated, weight_spec
-from trillora.engine.hash_random import MaskKey
-from trillora.engine.kernels.cross_entropy import PLAIN, Kernel
+from trillora.devices.mesh import batch_sharding, replicated, weight_spec
 from trillora.engine.kernels.product_sum import IN_XLA, Products
 from trillora.engine.kernels.triton_call import has_triton
-from trillora.engine.loss import (
-    TokenScores,
-    Totals,
-    chunked_divergences,
-    chunked_loss,
-    chunked_token_scores,
-    chunked_totals,
-    divergences,
-    token_losses,
-    token_scores,
-    totals,
-)
 from trillora.engine.optim import make_optimizer, make_schedule
-from trillora.engine.quantize import block_of, item_bytes, stored_format
-from trillora.engine.step import Batch, Evaluation, Loss, TrainState, initial_state, make_eval_step, make_train_step
+from trillora.engine.quantize import stored_format
+from trillora.engine.step import TrainState, initial_state, make_train_step
 from trillora.engine.types import Pytree
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import kind_of
-from trillora.model.bridge import CausalLM, Inputs, ModelOptions
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Layout, Leaf, Tree
 from trillora.model.lora_spec import LoraSpec
-from trillora.model.parts.expert_parameters import split_by_expert
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import Backend, StageRecipe
 from trillora.step.adapter_spec import check_layers, lora_spec
 from trillora.step.background import Program, compile_program
 from trillora.step.compiler_options import WITH_CUBLAS, Options, tpu_options
+from trillora.step.objective import batch_dtypes, evaluation_of, loss_chunk_positions, objective_of
+from trillora.step.shardings import shard_adapter, weight_shardings
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig
-
-BATCH_DTYPES = {
-    "tokens": jnp.int32,
-    "targets": jnp.int32,
-    "weights": jnp.float32,
-    "segments": jnp.int32,
-    "positions": jnp.int32,
-}
-WHOLE_SHARE = 0.25  # of a device's experts: if all other weights take no more, they are copied to every device
-COPIED_ADAPTER_BYTES = 2**30  # adapter and optimizer state up to this size are copied to every device, not split
 
 
 @dataclass(frozen=True)
@@ -82,6 +59,7 @@ class Assembly:
     base_shapes: Tree
     batch_shapes: Tree
     micro_batch_size: int  # sequences
+    has_preferences: bool  # the loss compares answers
 
     def lower(self, sequence_length: int | None = None) -> jax.stages.Lowered:
         """The step, lowered for the mesh's devices. The state is donated. `sequence_length` replaces the recipe's."""
@@ -113,7 +91,9 @@ class Assembly:
         shape = (batch_size, sequence_length)
         batch = {name: leaf.update(shape=shape) for name, leaf in self.batch_shapes.items()}
         step = jax.jit(self.eval_step, out_shardings=replicated(self.mesh))
-        return compile_program(step.lower(self.state_shapes.adapter, self.base_shapes, batch), self._options)
+        return compile_program(
+            step.lower(self.state_shapes.adapter, self.state_shapes.reference, self.base_shapes, batch), self._options
+        )
 
     @property
     def member_shapes(self) -> TrainState:
@@ -156,7 +136,7 @@ def assemble(
 ) -> Assembly:
     """Builds the step of a stage for the model described by `config`. The mesh may be of devices that are not here.
     `mapped`: the loss will be mapped over several adapters."""
-    train, data = recipe.train, recipe.data
+    train = recipe.train
     spec = lora_spec(recipe.lora, num_new_tokens=len(recipe.tokens or ()))
     model = CausalLM(config, _model_options(recipe, settings, mesh, mapped=mapped), lora=spec)
     check_layers(recipe.lora, spec, model)
@@ -166,7 +146,7 @@ def assemble(
     factors = update_factors(model.adapter_layout, recipe.lora.loraplus_ratio, pissa=spec.pissa)
     optimizer = make_optimizer(train.optimizer, train.weight_decay, decayed_leaves(model.adapter_layout), factors)
     train_step = make_train_step(
-        loss_function(model, chunk, packed=data.pack),
+        objective_of(model, recipe, chunk),
         optimizer,
         make_schedule(train.schedule, train.rate, train.warmup_steps, num_steps, train.decay_fraction),
         max_grad_norm=train.max_grad_norm,
@@ -182,16 +162,17 @@ def assemble(
         spec=spec,
         optimizer=optimizer,
         train_step=train_step,
-        eval_step=make_eval_step(evaluation_function(model, chunk, packed=data.pack)),
+        eval_step=evaluation_of(model, recipe, chunk),
         base_shardings=base_shardings,
         adapter_shardings=adapter_shardings,
-        state_shapes=_state_shapes(adapter, optimizer, adapter_shardings, mesh),
+        state_shapes=_state_shapes(adapter, optimizer, adapter_shardings, mesh, keeps_reference=recipe.keeps_reference),
         base_shapes=_shapes(model.layout, base_shardings),
         batch_shapes={
             name: jax.ShapeDtypeStruct(batch_size, dtype, sharding=batch_sharding(mesh))
-            for name, dtype in BATCH_DTYPES.items()
+            for name, dtype in batch_dtypes(recipe).items()
         },
         micro_batch_size=settings.micro_batch_size,
+        has_preferences=recipe.train.rows != "answers",
     )
 
 
@@ -239,143 +220,6 @@ def products_on(device: jax.Device) -> Products:
     return Products(device.core_count) if is_hopper else IN_XLA
 
 
-def loss_chunk_positions(tokens: int, rows_per_device: int, sequence_length: int) -> int:
-    """Positions per sequence that make about this many tokens on a device."""
-    return max(1, min(sequence_length, tokens // max(rows_per_device, 1)))
-
-
-def model_inputs(batch: Batch, *, packed: bool) -> Inputs:
-    """The model's inputs. A sequence with one document needs no segment ids: only padding follows it, and attention is
-    causal. Kernels are faster without them."""
-    names = ("tokens", "positions", "segments") if packed else ("tokens", "positions")
-    return {name: batch[name] for name in names}
-
-
-def loss_function(model: CausalLM, chunk: int, *, packed: bool) -> Loss:
-    """The summed loss of a batch. If a model's head cannot be called separately, the full logits are computed."""
-
-    kernel = Kernel("triton", interpret=model.interpret) if model.kernels == "fused" else PLAIN
-
-    def loss(adapter: Tree, base: Tree, batch: Batch, key: MaskKey) -> jax.Array:
-        dropout_key = key if model.has_dropout else None
-        inputs = model_inputs(batch, packed=packed)
-        if not model.has_separate_head:
-            logits = model.logits(base, adapter, inputs, dropout_key)
-            return (token_losses(logits, batch["targets"]) * batch["weights"]).sum()
-        hidden = model.hidden(base, adapter, inputs, dropout_key)
-        head_adapter, base = model.head_adapter(adapter), with_whole_head(model, base)
-        targets, weights = batch["targets"], batch["weights"]
-        return chunked_loss(model.head, base, head_adapter, hidden, targets, weights, chunk, kernel)
-
-    return loss
-
-
-def with_whole_head(model: CausalLM, base: Tree) -> Tree:
-    """The base with the weight of its head gathered over `fsdp`. Otherwise every chunk of the loss would gather it."""
-    weight = getattr(model.module.get_output_embeddings(), "weight", None)
-    key = next((name for name, parameter in model.module.named_parameters() if parameter is weight), "")
-    if model.mesh is None or model.mesh.shape[FSDP_AXIS] == 1 or key not in base:
-        return base
-    whole = NamedSharding(model.mesh, _without_fsdp(weight_shardings(model, model.mesh)[key].spec))
-    return {**base, key: jax.lax.with_sharding_constraint(base[key], whole)}
-
-
-def evaluation_function(model: CausalLM, chunk: int, *, packed: bool) -> Evaluation:
-    def evaluate(adapter: Tree, base: Tree, batch: Batch) -> Totals:
-        inputs = model_inputs(batch, packed=packed)
-        if not model.has_separate_head:
-            return totals(model.logits(base, adapter, inputs), batch["targets"], batch["weights"])
-        hidden = model.hidden(base, adapter, inputs)
-        head_adapter = model.head_adapter(adapter)
-        return chunked_totals(model.head, base, head_adapter, hidden, batch["targets"], batch["weights"], chunk)
-
-    return evaluate
-
-
-def token_score_function(model: CausalLM, chunk: int, *, packed: bool) -> Callable[[Tree, Tree, Batch], TokenScores]:
-    """For every token of a batch that has a weight, its loss and whether it is the most likely one."""
-
-    def scores(adapter: Tree, base: Tree, batch: Batch) -> TokenScores:
-        inputs = model_inputs(batch, packed=packed)
-        if not model.has_separate_head:
-            return token_scores(model.logits(base, adapter, inputs), batch["targets"])
-        hidden = model.hidden(base, adapter, inputs)
-        head_adapter, weights = model.head_adapter(adapter), batch["weights"]
-        return chunked_token_scores(model.head, base, head_adapter, hidden, batch["targets"], weights, chunk)
-
-    return scores
-
-
-def divergence_function(model: CausalLM, chunk: int) -> Callable[[tuple[Tree, Tree], Tree, Batch], jax.Array]:
-    """KL(first || second) of two adapters' next-token distributions at every position of a batch [B, T]."""
-
-    def divergence(adapters: tuple[Tree, Tree], base: Tree, batch: Batch) -> jax.Array:
-        inputs = model_inputs(batch, packed=False)
-        if not model.has_separate_head:
-            first, second = (model.logits(base, adapter, inputs) for adapter in adapters)
-            return divergences(first, second)
-        first, second = (model.hidden(base, adapter, inputs) for adapter in adapters)
-        heads = (model.head_adapter(adapters[0]), model.head_adapter(adapters[1]))
-        return chunked_divergences(model.head, base, heads, (first, second), chunk)
-
-    return divergence
-
-
-def weight_shardings(model: CausalLM, mesh: Mesh) -> dict[str, NamedSharding]:
-    """Codes of a quantized weight are sharded like the weight; its scales, if they are one vector, are replicated. If a
-    device has some of the experts, and the other weights are few in comparison, it has all of those: they would have to
-    be gathered."""
-    on_last_dim, experts = model.weights_split_on_last_dim(), split_by_expert(model.module)
-    embedding = getattr(model.module.get_input_embeddings(), "weight", None)
-    tables = {name for name, parameter in model.module.named_parameters() if parameter is embedding}
-
-    def spec(leaf: Leaf) -> PartitionSpec:
-        part, stacked, name = leaf.quantized, leaf.stacked, leaf.names[0]
-        if part is None:
-            return weight_spec(
-                leaf.shape,
-                mesh,
-                stacked=stacked,
-                tensor_on_last_dim=name in on_last_dim,
-                fsdp_on_last_dim=name in tables,
-                of_experts=name in experts,
-            )
-        if len(leaf.part_shape) < 2:
-            return PartitionSpec()
-        *stack, rows, columns = part.weight.shape
-        shape = (*stack, columns, rows) if part.inputs_first else (*stack, rows, columns)
-        last, block = part.weight.names[0] in on_last_dim, block_of(part.format)
-        return weight_spec(shape, mesh, stacked=stacked, tensor_on_last_dim=last, block=block)
-
-    specs = {key: spec(leaf) for key, leaf in model.layout.items()}
-    split = {key for key, leaf in model.layout.items() if leaf.names[0] in experts and FSDP_AXIS in _axes(specs[key])}
-    shards = {key: NamedSharding(mesh, specs[key]).shard_shape(model.layout[key].shape) for key in split}
-    of_experts = sum(math.prod(shape) * item_bytes(model.layout[key].dtype) for key, shape in shards.items())
-    others = sum(leaf.num_bytes for key, leaf in model.layout.items() if key not in split)
-    if others <= WHOLE_SHARE * of_experts:
-        specs = {key: spec if key in split else _without_fsdp(spec) for key, spec in specs.items()}
-    return {key: NamedSharding(mesh, spec) for key, spec in specs.items()}
-
-
-def _axes(spec: PartitionSpec) -> list[str]:
-    return [axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,)) if axis is not None]
-
-
-def _without_fsdp(spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(*(None if axis == FSDP_AXIS else axis for axis in spec))
-
-
-def shard_adapter(layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
-    """Small adapters are copied to every device, which avoids gathering; large ones are split like the base. On a mesh
-    with all three axes the adapter is always copied: XLA's partitioner was seen to give wrong numbers there."""
-    with_optimizer = 3 * sum(leaf.num_bytes for leaf in layout.values())
-    if with_optimizer <= COPIED_ADAPTER_BYTES or all(mesh.shape[axis] > 1 for axis in AXES):
-        return {key: replicated(mesh) for key in layout}
-    return {
-        key: NamedSharding(mesh, weight_spec(leaf.shape, mesh, stacked=leaf.stacked)) for key, leaf in layout.items()
-    }
-
-
 def decayed_leaves(layout: Layout) -> dict[str, bool]:
     """Whether weight decay applies to each leaf of the adapter: not to norms and biases of whole modules. DoRA's
     vectors decay, as in PyTorch's AdamW with PEFT's parameters and in transformers' Trainer."""
@@ -412,7 +256,12 @@ def _shapes(layout: Layout, shardings: dict[str, NamedSharding]) -> Tree:
 
 
 def _state_shapes(
-    adapter: Tree, optimizer: optax.GradientTransformation, shardings: dict[str, NamedSharding], mesh: Mesh
+    adapter: Tree,
+    optimizer: optax.GradientTransformation,
+    shardings: dict[str, NamedSharding],
+    mesh: Mesh,
+    *,
+    keeps_reference: bool,
 ) -> TrainState:
     """Each array of the optimizer state is sharded like its parameter. An array of another shape is sharded by the rule
     for weights if its parameter is."""
@@ -427,5 +276,5 @@ def _state_shapes(
             sharding = NamedSharding(mesh, weight_spec(leaf.shape, mesh, stacked=len(leaf.shape) > 2))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    shapes = jax.eval_shape(lambda a: initial_state(a, optimizer, 0), adapter)
+    shapes = jax.eval_shape(lambda a: initial_state(a, optimizer, 0, keeps_reference=keeps_reference), adapter)
     return jax.tree_util.tree_map_with_path(place, shapes)

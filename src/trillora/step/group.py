@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,12 @@ from trillora.engine.group import (
     OPTION_DTYPES,
     AdapterOptions,
     OneAdapter,
-    ScaledLoss,
     adapter_options,
     group_state,
     lane_of,
     make_group_step,
 )
-from trillora.engine.hash_random import MaskKey
-from trillora.engine.step import Batch, Loss, TrainState
+from trillora.engine.step import Means, Objective, TrainState
 from trillora.engine.types import Pytree
 from trillora.errors import TrilloraError
 from trillora.model.adapter_parameters import EMBEDDING_B, LORA_B, kind_of
@@ -42,7 +40,8 @@ from trillora.model.parts.expert_parameters import expert_parameters
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import StageRecipe
 from trillora.step.background import Program, compile_program
-from trillora.step.build import Assembly, assemble, lora_spec, loss_chunk_positions, loss_function, zeros_of
+from trillora.step.build import Assembly, assemble, lora_spec, zeros_of
+from trillora.step.objective import loss_chunk_positions, objective_of
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig
@@ -126,7 +125,7 @@ def assemble_group(
             do="use a number that divides the number of adapters, or leave hardware.mesh on auto",
         )
     step = make_group_step(
-        scaled_loss(loss_function(one.model, chunk, packed=recipe.data.pack)),
+        lambda options: scaled_objective(objective_of(one.model, recipe, chunk, options.beta), options.scale),
         one.optimizer,
         num_micro_batches=recipe.train.batch_size // settings.micro_batch_size,
         mesh_axis=axis,
@@ -167,6 +166,7 @@ def options_of(members: Sequence[Member], num_steps: Sequence[int]) -> AdapterOp
                 decay_fraction=train.decay_fraction,
                 max_grad_norm=train.max_grad_norm,
                 scale=lora_spec(member.recipe.lora).scale / scale,
+                beta=train.strength,
             )
             for member, steps in zip(members, num_steps, strict=True)
             for train in (member.recipe.train,)
@@ -174,18 +174,25 @@ def options_of(members: Sequence[Member], num_steps: Sequence[int]) -> AdapterOp
     )
 
 
-def scaled(adapter: Tree, scale: ArrayLike) -> Tree:
-    """The adapter with its change multiplied by `scale`."""
+def scaled(adapter: Pytree, scale: ArrayLike) -> Pytree:
+    """The adapter with its change multiplied by `scale`. There may be none, for a reference."""
+    if adapter is None:
+        return None
     of_b = (LORA_B.suffix, EMBEDDING_B.suffix)
     return {key: array * scale if key.endswith(of_b) else array for key, array in adapter.items()}
 
 
-def scaled_loss(loss: Loss) -> ScaledLoss:
-    def own(adapter: Tree, scale: jax.Array, base: Tree, batch: Batch, key: MaskKey) -> jax.Array:
-        result: jax.Array = loss(scaled(adapter, scale), base, batch, key)
-        return result
+def scaled_objective(objective: Objective, scale: jax.Array) -> Objective:
+    """The objective of an adapter whose change, and its reference's, is multiplied by `scale`."""
 
-    return own
+    def scaled_sums(adapter: Tree, reference: Tree, *others: Any) -> tuple[jax.Array, Means]:
+        return objective.sums(scaled(adapter, scale), scaled(reference, scale), *others)
+
+    def scaled_before(adapter: Tree, reference: Tree, *others: Any) -> Means:
+        assert objective.before is not None
+        return objective.before(scaled(adapter, scale), scaled(reference, scale), *others)
+
+    return objective._replace(sums=scaled_sums, before=None if objective.before is None else scaled_before)
 
 
 def padding_of(members: Sequence[Member], recipe: StageRecipe) -> int:
@@ -256,5 +263,8 @@ def _group_shapes(one: Assembly, num_adapters: int) -> TrainState:
         for key, leaf in one.state_shapes.adapter.items()
     }
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_adapters))
-    shapes = jax.eval_shape(lambda a, k: group_state(a, one.optimizer, k), adapter, keys)
+    keeps_reference = one.state_shapes.reference is not None
+    shapes = jax.eval_shape(
+        lambda a, k: group_state(a, one.optimizer, k, keeps_reference=keeps_reference), adapter, keys
+    )
     return jax.tree_util.tree_map_with_path(place, shapes, one.state_shapes)

@@ -73,7 +73,8 @@ def numbers_of(event: Step | Evaluated | AdapterStep | Scored, adapters: Collect
     match event:
         case Evaluated():
             prefix = f"adapters/{event.stage}/eval_" if event.stage in adapters else "eval/"
-            return {f"{prefix}{name}": getattr(event, name) for name in ("loss", "perplexity", "accuracy")}
+            values = {name: getattr(event, name) for name in ("loss", "perplexity", "accuracy")}
+            return {f"{prefix}{name}": value for name, value in {**values, **_logged(event)}.items()}
         case AdapterStep():
             names = ("loss", "learning_rate", "grad_norm")
             return {f"adapters/{event.adapter}/{name}": getattr(event, name) for name in names}
@@ -87,7 +88,12 @@ def numbers_of(event: Step | Evaluated | AdapterStep | Scored, adapters: Collect
             return {"train/loss": event.loss, "train/tokens_per_second": event.tokens_per_second}
         case Step():
             whole = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
-            return {f"train/{name}": getattr(event, name) for name in whole}
+            values = {name: getattr(event, name) for name in whole}
+            return {f"train/{name}": value for name, value in {**values, **_logged(event)}.items()}
+
+
+def _logged(event: Step | Evaluated) -> dict[str, float]:
+    return {} if event.preferences is None else event.preferences.as_logged()
 
 
 class _EventFileTracker:

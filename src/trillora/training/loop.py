@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,7 +23,19 @@ from trillora.devices.mesh import any_process
 from trillora.engine.step import WHY_SKIPPED, TrainState
 from trillora.errors import TrilloraError
 from trillora.evaluation.token_metrics import TokenMetrics
-from trillora.events import AdapterEnded, AdapterStep, Alarm, Evaluated, Listener, Note, Sample, Sampled, Skipped, Step
+from trillora.events import (
+    AdapterEnded,
+    AdapterStep,
+    Alarm,
+    Evaluated,
+    Listener,
+    Note,
+    Preferences,
+    Sample,
+    Sampled,
+    Skipped,
+    Step,
+)
 from trillora.files.checkpoints import Checkpoints
 from trillora.model.layout import Tree
 from trillora.report.run.write import write_report
@@ -229,6 +241,7 @@ class EntryLoop:
                 memory_gib=peak_memory_gib(self._stepper.assembly.mesh, lambda: psutil.Process().memory_info().rss),
                 peak_fraction=rate * run.peak_seconds_per_token or None,
                 num_tokens=round(sum(own["num_tokens"] for own in values.values())),
+                preferences=Preferences.of(_means([own["means"] for own in values.values()])),
             )
         )
 
@@ -299,7 +312,8 @@ class EntryLoop:
         if evaluator is not None:
             rows = id(evaluator.batches)
             metrics = known.get(rows) if self._position.global_step == 0 else None
-            metrics = known[rows] = metrics or evaluator.measure(adapter, run.base, self._check_signal)
+            reference = self._stepper.reference(state, number)
+            metrics = known[rows] = metrics or evaluator.measure(adapter, run.base, self._check_signal, reference)
         self._check_signal()
         if sampler is None:
             return metrics, ()
@@ -317,7 +331,7 @@ class EntryLoop:
             self._keep(state, number)
         elif not is_first:
             own.num_worse += 1
-        run.listener(Evaluated(own.step, stage.name, **asdict(metrics), is_best=improved))
+        run.listener(Evaluated(own.step, stage.name, **vars(metrics), is_best=improved))
         patience = stage.recipe.evaluate.patience
         if patience is not None and own.num_worse >= patience:
             self._keep_last(state, number)
@@ -427,3 +441,7 @@ class EntryLoop:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: _mean([own[name] for own in values]) for name in values[0]}

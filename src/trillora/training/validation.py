@@ -21,7 +21,7 @@ from trillora.devices.chips import GIB
 from trillora.devices.mesh import local_rows, put_batch
 from trillora.engine.step import Batch
 from trillora.errors import TrilloraError
-from trillora.evaluation.token_metrics import TokenMetrics, TokenSums
+from trillora.evaluation.token_metrics import PreferenceSums, Sums, TokenMetrics, TokenSums
 from trillora.events import Listener, Note, Sample
 from trillora.generation.generator import Generator, bucket_length
 from trillora.generation.prompts import Prompts, configured_stops
@@ -45,13 +45,17 @@ class Evaluator:
         shape = (batches.batch_size, batches.sequence_length)
         self.compiled: Any = assembly.compile_evaluation(*shape) if like is None else like.compiled
         self._program = Programs(f"The evaluation of stage {stage}", {shape: self.compiled})
+        self._has_preferences = assembly.has_preferences
 
-    def measure(self, adapter: Tree, base: Tree, check: Callable[[], None]) -> TokenMetrics:
-        """`check` is called before every batch; it may raise to abandon the evaluation."""
-        sums = TokenSums()
+    def measure(
+        self, adapter: Tree, base: Tree, check: Callable[[], None], reference: Tree | None = None
+    ) -> TokenMetrics:
+        """`check` is called before every batch; it may raise to abandon the evaluation. `reference`: the adapter that
+        preferences are compared with."""
+        sums: Sums = PreferenceSums() if self._has_preferences else TokenSums()
         for number in range(self.batches.steps_per_epoch):
             check()
-            sums.add(self._program(adapter, base, self._placed(number)))
+            sums.add(self._program(adapter, reference, base, self._placed(number)))
         return sums.metrics()
 
     def _placed(self, number: int) -> Batch:

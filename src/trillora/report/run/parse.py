@@ -89,5 +89,7 @@ def _converter(hint: Any) -> Callable[[Any], Any]:
         return words
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return lambda value: parse(hint, mapping(value))
-    inner = typing.get_args(hint)[0]  # tuple[Inner, ...], Inner a dataclass
+    inner = typing.get_args(hint)[0]  # tuple[Inner, ...] or Inner | None, Inner a dataclass
+    if type(None) in typing.get_args(hint):
+        return lambda value: parse(inner, value) if isinstance(value, dict) else None
     return lambda value: tuple(parse(inner, item) for item in mappings(value))

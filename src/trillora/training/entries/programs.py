@@ -188,7 +188,8 @@ def place_state(assembly: Assembly, seed: int, base: Tree, start: Start | None =
     """The first state of one adapter, on the devices."""
 
     def first_state(adapter: Tree) -> TrainState:
-        return initial_state(adapter, assembly.optimizer, seed)
+        keeps_reference = assembly.state_shapes.reference is not None
+        return initial_state(adapter, assembly.optimizer, seed, keeps_reference=keeps_reference)
 
     if start is not None:
         adapter = fit_adapter(start.arrays, assembly.model.adapter_layout, start.where)
@@ -211,7 +212,8 @@ def place_group(
             adapters.append(padded(assembly.model.initial_adapter(base, member.recipe.train.seed, own), layout))
     stacked = {key: np.stack([adapter[key] for adapter in adapters]) for key in layout}
     keys = jnp.stack([jax.random.key(member.recipe.train.seed) for member in members])
-    state = functools.partial(group_state, optimizer=assembly.optimizer)
+    keeps_reference = assembly.state_shapes.reference is not None
+    state = functools.partial(group_state, optimizer=assembly.optimizer, keeps_reference=keeps_reference)
     return jax.jit(lambda a, k: state(a, keys_N=k), out_shardings=_shardings(assembly.state_shapes))(stacked, keys)
 
 
@@ -220,7 +222,8 @@ def compile_next(assembly: Assembly, seed: int, stage: int, *, restart: bool) ->
 
     def next_state(state: TrainState) -> TrainState:
         optimizer = assembly.optimizer.init(state.adapter) if restart else state.optimizer
-        return next_stage(state.adapter, optimizer, seed, stage)
+        keeps_reference = state.reference is not None
+        return next_stage(state.adapter, optimizer, seed, stage, keeps_reference=keeps_reference)
 
     jitted = jax.jit(next_state, out_shardings=_shardings(assembly.state_shapes), donate_argnums=0)
     return compile_program(jitted.lower(assembly.state_shapes))

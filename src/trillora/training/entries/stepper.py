@@ -51,6 +51,9 @@ class Stepper(Protocol):
     def adapter(self, state: TrainState, number: int) -> Tree:
         """One adapter on the devices, as the model needs it."""
 
+    def reference(self, state: TrainState, number: int) -> Tree | None:
+        """What one adapter is compared with, as the model needs it."""
+
     def weights(self, state: TrainState, number: int) -> dict[str, np.ndarray]:
         """One adapter on the host, by parameter name, as it is stored."""
 
@@ -75,6 +78,9 @@ class SingleStepper:
 
     def adapter(self, state: TrainState, number: int) -> Tree:
         return state.adapter
+
+    def reference(self, state: TrainState, number: int) -> Tree | None:
+        return state.reference
 
     def weights(self, state: TrainState, number: int) -> dict[str, np.ndarray]:
         whole = jax.tree.map(np.asarray, self._copy(state).adapter)  # the copy is on every device
@@ -117,18 +123,21 @@ class MappedStepper:
         return state, results
 
     def adapter(self, state: TrainState, number: int) -> Tree:
-        return self._lanes(state, number)[0]
+        return self._lanes(state.adapter, number)[0]
+
+    def reference(self, state: TrainState, number: int) -> Tree | None:
+        return None if state.reference is None else self._lanes(state.reference, number)[0]
 
     def weights(self, state: TrainState, number: int) -> dict[str, np.ndarray]:
-        stored = jax.tree.map(np.asarray, self._lanes(state, number)[1])
+        stored = jax.tree.map(np.asarray, self._lanes(state.adapter, number)[1])
         padding = padding_of(self._entry.members, self._entry.members[number].recipe)
         flat = unstack(stored, self.assembly.model.adapter_layout)
         return {name: cut(name, array, padding) for name, array in flat.items()}
 
-    def _lanes(self, state: TrainState, number: int) -> tuple[Tree, Tree]:
+    def _lanes(self, adapters_N: Tree, number: int) -> tuple[Tree, Tree]:
         """One adapter with its own scale, and as it is stored."""
         place = jax.device_put(np.int32(number), replicated(self.assembly.mesh))
-        found: tuple[Tree, Tree] = self._lane(state.adapter, self._options, place)
+        found: tuple[Tree, Tree] = self._lane(adapters_N, self._options, place)
         return found
 
     def _rows(self, call: Call, step: int) -> Arrays:
@@ -175,8 +184,8 @@ def read(results: Results) -> dict[int, dict[str, Any]]:
     """The metrics of a step by number of the adapter. Waits for the step."""
     found: dict[int, dict[str, Any]] = {}
     for members, metrics in results:
-        values = {name: np.atleast_1d(value) for name, value in jax.device_get(metrics)._asdict().items()}
-        found |= {member: {name: v[i].item() for name, v in values.items()} for i, member in enumerate(members)}
+        values = jax.tree.map(np.atleast_1d, jax.device_get(metrics)._asdict())
+        found |= {member: jax.tree.map(lambda v, i=i: v[i].item(), values) for i, member in enumerate(members)}
     return dict(sorted(found.items()))
 
 

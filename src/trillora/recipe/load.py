@@ -79,15 +79,14 @@ def load_recipe(
 def _refuse_own_loss(recipe: Recipe, overrides: Sequence[str] | Mapping[str, object], file: Path) -> None:
     """A recipe in the folder of a run may have come with that run from another person, and its loss is a program."""
     typed = {text if isinstance(overrides, Mapping) else text.partition("=")[0].strip() for text in overrides}
-    options = [("train.loss", recipe.train)]
-    options += [(f"stages.{number}.loss", stage) for number, stage in enumerate(recipe.stages or ())]
-    for option, part in options:
-        own = next(filter(is_file, part.losses), None)
+    losses = {"train.loss": recipe.train.losses}
+    losses |= {f"stages.{number}.loss": stage.losses for number, stage in enumerate(recipe.stages or ())}
+    for option, names in losses.items():
+        own = next(filter(is_file, names), None)
         if own is not None and option not in typed:
             what = f"This recipe belongs to a run, and asks to run the code of a loss: {own}."
-            raise TrilloraError(
-                what, where=f"{file}, {option}", do=f"read the file; if you trust it, add {option}={own}"
-            )
+            do = f"read the file; if you trust it, add {option}={own}"
+            raise TrilloraError(what, where=f"{file}, {option}", do=do)
 
 
 @dataclass(frozen=True)

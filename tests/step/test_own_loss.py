@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import tiny_run
 
-from trillora.engine.preference import PAIR_LOSSES, LossNumbers, Pairs, counts_of_pairs, sum_of_pairs
+from trillora.engine.preference.answers import Pairs, counts_of_pairs
+from trillora.engine.preference.losses import PAIR_LOSSES, LossNumbers, sum_of_pairs
 from trillora.errors import TrilloraError
 from trillora.recipe.load import load_recipe
-from trillora.step.own_loss import _random_pairs, load_loss
+from trillora.step.loss.own_loss import _random_pairs, load_loss
 from trillora.training.trainer import train
 
 EXAMPLES = Path(__file__).parents[2] / "recipes" / "losses"

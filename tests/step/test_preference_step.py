@@ -13,7 +13,8 @@ import pytest
 import tiny_run
 
 from trillora.devices.mesh import MeshShape, make_mesh
-from trillora.engine.preference import PAIR_LOSSES, LossNumbers, Pairs, counts_of_pairs, sum_of_pairs
+from trillora.engine.preference.answers import Pairs, counts_of_pairs
+from trillora.engine.preference.losses import PAIR_LOSSES, LossNumbers, sum_of_pairs
 from trillora.engine.step import TrainState, initial_state
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import StepSettings

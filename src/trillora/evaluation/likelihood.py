@@ -28,7 +28,7 @@ from trillora.evaluation.token_metrics import TokenMetrics, TokenSums
 from trillora.events import Listener, Progress, ignore_events
 from trillora.generation.generator import Generator, bucket_length
 from trillora.model.layout import Tree
-from trillora.step.objective import divergence_function, loss_chunk_positions, token_score_function
+from trillora.step.loss.objective import divergence_function, loss_chunk_positions, token_score_function
 
 Encode = Callable[[str], list[int]]  # a text to its tokens
 LOSS_CHUNK = 1024  # tokens whose logits exist at once, if the recipe does not say

@@ -30,7 +30,7 @@ from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.group_section import MAX_ADAPTERS, MergeSection, SweepSection
 from trillora.recipe.lora import LoraSection, TokenText
-from trillora.recipe.losses import LossOptions, check_losses, with_preference_rate
+from trillora.recipe.losses import LossOptions, check_group, check_losses, with_preference_rate
 from trillora.recipe.section import (
     Auto,
     Count,
@@ -179,14 +179,9 @@ class TrainSection(StageOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_to_one_epoch(cls, value: object) -> Any:
+    def _default_length_and_rate(cls, value: object) -> Any:
         if isinstance(value, Mapping) and value.get("steps") is None and value.get("epochs") is None:
-            return {**value, "epochs": 1.0}
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_rate_of_preferences(cls, value: object) -> Any:
+            value = {**value, "epochs": 1.0}
         return with_preference_rate(value)
 
     @model_validator(mode="before")
@@ -197,12 +192,8 @@ class TrainSection(StageOptions):
         return value
 
     @model_validator(mode="after")
-    def _loss_has_its_options(self) -> TrainSection:
-        check_losses(self)
-        return self
-
-    @model_validator(mode="after")
     def _options_are_compatible(self) -> TrainSection:
+        check_losses(self)
         if self.decay_fraction is not None and self.schedule != "wsd":
             raise conflict(
                 "decay_fraction",
@@ -508,12 +499,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _compares_answers_where_it_can(self) -> Recipe:
-        if self.train.rows != "answers" and self.phases is not None:
-            what = "A recipe with phases cannot have a loss of preferences."
-            raise conflict("train.loss", what, "use stages, or one run for each phase")
-        if self.sweep is not None and self.sweep.beta is not None and self.train.rows == "answers":
-            what = "sweep.beta has no effect on train.loss: sft."
-            raise conflict("sweep.beta", what, "remove it, or set train.loss")
+        betas = () if self.sweep is None else self.sweep.beta or ()
+        check_group(self.train, has_phases=self.phases is not None, sweeps_beta=bool(betas))
         return self
 
     @model_validator(mode="after")

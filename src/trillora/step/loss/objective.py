@@ -22,16 +22,13 @@ from trillora.engine.loss import (
     token_scores,
     totals,
 )
-from trillora.engine.preference import (
+from trillora.engine.preference.answers import Answers, Pairs, counts_of_labels, counts_of_pairs
+from trillora.engine.preference.losses import (
     LABEL_LOSSES,
     METRICS,
     PAIR_LOSSES,
     REWARD_OF_MEANS,
-    Answers,
     LossNumbers,
-    Pairs,
-    counts_of_labels,
-    counts_of_pairs,
     divergence_of,
     sum_of_labels,
     sum_of_pairs,
@@ -41,7 +38,7 @@ from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Tree
 from trillora.recipe.losses import is_file
 from trillora.recipe.schema import StageRecipe, TrainSection
-from trillora.step.own_loss import load_loss
+from trillora.step.loss.own_loss import load_loss
 from trillora.step.shardings import with_whole_head
 
 OTHER = "other_"  # arrays of a batch in which every question has the answer of another row

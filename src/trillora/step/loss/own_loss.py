@@ -6,8 +6,8 @@
         chosen, rejected = pairs.sums(policy - reference)
         return -jax.nn.log_sigmoid(options.beta * (chosen - rejected))
 
-`engine.preference` says what the arguments are. The file is run like any program of the person at the keyboard, so it
-is only read if the recipe that was given on the command line names it, and never from the recipe of a run. It may
+`engine.preference.losses` says what the arguments are. The file is run like any program of the person at the keyboard,
+so it is only read if the recipe that was given on the command line names it, and never from the recipe of a run. It may
 import jax and mathematics only: a step is traced once, and everything else would happen once too. Before training, it
 is tried on random numbers.
 """
@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trillora.engine.preference import LossNumbers, PairLoss, Pairs, counts_of_pairs, sum_of_pairs
+from trillora.engine.preference.answers import Pairs, counts_of_pairs
+from trillora.engine.preference.losses import LossNumbers, PairLoss, sum_of_pairs
 from trillora.errors import TrilloraError
 
 NAME = "loss"

@@ -24,25 +24,13 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.group_section import MAX_ADAPTERS, MergeSection, SweepSection
 from trillora.recipe.lora import LoraSection, TokenText
 from trillora.recipe.losses import LossOptions, check_group, check_losses, with_preference_rate
-from trillora.recipe.section import (
-    Auto,
-    Count,
-    Devices,
-    Rate,
-    Section,
-    Sequences,
-    Tokens,
-    as_mapping,
-    conflict,
-    merged,
-)
+from trillora.recipe.section import Auto, Count, Devices, Rate, Section, Sequences, Tokens, as_mapping, conflict, merged
 
 _DURATION = r"^([0-9]{1,6}h([0-9]{1,6}m)?|[0-9]{1,6}m([0-9]{1,6}s)?|[0-9]{1,6}s)$"
 EMBEDDED = "smollm2"  # the model that needs no hub
@@ -453,7 +441,7 @@ class Recipe(Section):
         for field in ("stages", "phases"):
             self._check_parts(field, getattr(self, field) or ())
         if self.data is not None:
-            _check_rows(self.data, self.train, "data")
+            self.data.check_rows(self.train.rows, "data")
         return self
 
     def _check_parts(self, field: str, parts: Sequence[StageSection | PhaseSection]) -> None:
@@ -463,7 +451,7 @@ class Recipe(Section):
                 raise conflict(f"{field}[{number}].name", f"Two {field} are called {part.name}.", "rename one")
             names.add(part.name)
             try:
-                _check_rows(part.data, _train_of(self.train, part), f"{field}[{number}].data")
+                part.data.check_rows(_train_of(self.train, part).rows, f"{field}[{number}].data")
             except ValidationError as error:
                 found = error.errors(include_url=False)[0]
                 what, do = (found["ctx"][key].replace("train.", f"{field}[{number}].") for key in ("what", "do"))
@@ -565,15 +553,6 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
 def seconds_of(time_limit: str) -> int:
     """`8h30m` in seconds."""
     return sum(int(n) * {"h": 3600, "m": 60, "s": 1}[unit] for n, unit in re.findall(r"(\d+)([hms])", time_limit))
-
-
-def _check_rows(data: DataSection, train: TrainSection, place: str) -> None:
-    """Raises the conflict of the data with the loss, under the place of the data in the recipe."""
-    try:
-        data.check_rows(train.rows)
-    except PydanticCustomError as error:
-        context = error.context or {}
-        raise conflict(f"{place}.{context['key']}", str(context["what"]), str(context["do"])) from None
 
 
 def _train_of(train: TrainSection, part: StageSection | PhaseSection) -> TrainSection:

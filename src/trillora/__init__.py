@@ -79,14 +79,17 @@ def inspect_data(
 ) -> list[DataReport]:
     """Shows the data of a recipe, as `trillora inspect` does. Returns one report per stage."""
     from trillora.data.summary import inspect
+    from trillora.devices.quiet import hide_widget_warning
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import stages_of
-    from trillora.report.console import SafeConsole
     from trillora.report.data.screen import show
+    from trillora.report.safe_console import SafeConsole
 
+    hide_widget_warning()
     reports = [inspect(stage.recipe) for stage in stages_of(load_recipe(recipe, overrides, tiny=tiny))]
-    for report in reports:
-        show(report, SafeConsole())
+    with SafeConsole() as console:  # one output of a notebook's cell, not one for each line
+        for report in reports:
+            show(report, console)
     return reports
 
 
@@ -102,13 +105,15 @@ def run_preflight(
     `trillora preflight` does. Returns one result per slice."""
     from trillora.preflight.verdict import preflight
     from trillora.recipe.load import load_recipe
-    from trillora.report.console import SafeConsole, console_listener
+    from trillora.report.console import console_listener
     from trillora.report.preflight_screen import show
+    from trillora.report.safe_console import SafeConsole
 
     slices = [on] if isinstance(on, str) else on
     with console_listener() as listener:
         results = preflight(load_recipe(recipe, overrides, tiny=tiny), slices, estimate=estimate, listener=listener)
-    show(results, SafeConsole())
+    with SafeConsole() as console:
+        show(results, console)
     return results
 
 

@@ -22,14 +22,24 @@ if TYPE_CHECKING:
 
     from trillora.data.summary import DataReport
     from trillora.errors import TrilloraError
-    from trillora.events import Listener
+    from trillora.events import Listener, StopTraining
     from trillora.loaded_run import LoadedRun
     from trillora.preflight.result import PreflightResult
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import Recipe
     from trillora.training.run_process import TrainResult
 
-__all__ = ["Recipe", "TrilloraError", "__version__", "inspect_data", "load", "load_recipe", "run_preflight", "train"]
+__all__ = [
+    "Recipe",
+    "StopTraining",
+    "TrilloraError",
+    "__version__",
+    "inspect_data",
+    "load",
+    "load_recipe",
+    "run_preflight",
+    "train",
+]
 
 
 def train(
@@ -44,7 +54,7 @@ def train(
 
     Overrides replace options of the recipe: whole sections (`train={"steps": 5}`) or dotted names
     (`**{"train.steps": 5}`). `tiny` uses the embedded model and small sizes, to try the recipe on a CPU. Without a
-    listener, events are shown as on the command line.
+    listener, events are shown as on the command line. A listener may raise `StopTraining`.
     """
     from pathlib import Path
 
@@ -117,7 +127,12 @@ def run_preflight(
     return results
 
 
-_LAZY = {"Recipe": "trillora.recipe.schema", "TrilloraError": "trillora.errors", "load_recipe": "trillora.recipe.load"}
+_LAZY = {
+    "Recipe": "trillora.recipe.schema",
+    "StopTraining": "trillora.events",
+    "TrilloraError": "trillora.errors",
+    "load_recipe": "trillora.recipe.load",
+}
 
 
 def __getattr__(name: str) -> Any:

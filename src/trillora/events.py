@@ -242,6 +242,13 @@ METRICS: dict[str, type[Metric]] = {
 _KINDS: dict[type[Event], str] = {event_type: kind for kind, event_type in METRICS.items()}
 
 
+class StopTraining(Exception):
+    """Raised by a listener: the run is saved after the next step and ends, and the same call continues it.
+
+    Not sent to listeners.
+    """
+
+
 def ignore_events(event: Event) -> None:
     """A listener that does nothing."""
 

@@ -158,8 +158,8 @@ def preflight(
         shown = [result.to_dict() for result in results]
         print_json(shown[0] if len(shown) == 1 else shown)
     else:
-        from trillora.report.console import SafeConsole
         from trillora.report.preflight_screen import show
+        from trillora.report.safe_console import SafeConsole
 
         show(results, SafeConsole())
     if all(result.verdict == "NO-GO" for result in results):
@@ -233,8 +233,8 @@ def inspect(
 
 
 def _show(report: DataReport, stage: str | None, *, only_examples: bool) -> None:
-    from trillora.report.console import SafeConsole
     from trillora.report.data.screen import show, show_examples
+    from trillora.report.safe_console import SafeConsole
 
     if stage is not None:
         print(f"Stage {stage}")

@@ -51,6 +51,14 @@ class Alarm:
     text: str
 
 
+def share_interval(share: float, count: float) -> tuple[float, float]:
+    """The middle 95 % of a share of `count` things, by Wilson's formula, which needs nothing else."""
+    z, n = 1.96, max(count, 1.0)
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(max(share * (1 - share) / n + z * z / (4 * n * n), 0.0)) / (1 + z * z / n)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
 @dataclass(frozen=True)
 class Preferences:
     """Means over pairs of answers, or over answers with a label. A reward is beta times how much more likely the answer
@@ -67,11 +75,8 @@ class Preferences:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the share of right pairs: the middle 95 % by Wilson's formula, which needs only their number."""
-        z, n, share = 1.96, max(self.pairs, 1.0), self.rewards_accuracies
-        middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-        half = z * math.sqrt(max(share * (1 - share) / n + z * z / (4 * n * n), 0.0)) / (1 + z * z / n)
-        return max(middle - half, 0.0), min(middle + half, 1.0)
+        """Of the share of right pairs."""
+        return share_interval(self.rewards_accuracies, self.pairs)
 
     @classmethod
     def of(cls, means: Mapping[str, float]) -> Preferences | None:

@@ -24,7 +24,7 @@ from trillora.engine.step import Batch, Loss, TrainState, initial_state, make_tr
 from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.layout import Tree
 from trillora.step.compiler_options import tpu_options
-from trillora.step.objective import BATCH_DTYPES, loss_chunk_positions
+from trillora.step.loss.objective import BATCH_DTYPES, loss_chunk_positions
 from trillora.step.shardings import weight_shardings
 
 LOSS_CHUNK = 4096  # tokens per device whose logits exist at once

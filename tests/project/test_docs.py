@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import api_reference
@@ -18,6 +19,7 @@ from docs_site import LINK, PAGES, ROOT, SOURCES, for_site, with_sections
 from generated import part_of
 
 import trillora
+from trillora.model.loading.embedded import INSTALL
 from trillora.recipe.problems import ELSEWHERE
 
 # What mkdocs prints if all is well. (--quiet would silence warnings for --strict too.)
@@ -55,6 +57,15 @@ def test_scripts_that_the_documents_name_exist() -> None:
     assert len(named) > 80, len(named)
     missing = sorted(pair for pair in named if not any(path.endswith("/" + pair[1]) for path in scripts))
     assert not missing, missing
+
+
+def test_the_extras_that_the_documents_name_exist() -> None:
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    lines = [line for document in documents for line in document.read_text("utf-8").splitlines()]
+    named = {extra for line in lines for extra in re.findall(r"(?<![\w`])\.\[([a-z][\w-]*)\]", line)}
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert {"cuda", "tpu", "data"} < named <= set(declared)
+    assert INSTALL in "\n".join(lines)  # the embedded model, which is none of them
 
 
 class Loads(html.parser.HTMLParser):

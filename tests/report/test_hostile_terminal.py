@@ -26,8 +26,9 @@ from trillora.cli import app
 from trillora.cli.errors import Verbs
 from trillora.errors import TrilloraError, as_error
 from trillora.events import Alarm, Note
-from trillora.report.console import SafeConsole, console_listener
+from trillora.report.console import console_listener
 from trillora.report.output import guarded_output
+from trillora.report.safe_console import SafeConsole
 from trillora.safe_text import visible
 from trillora.secrets import mask_message, mask_urls, secrets_of_url
 

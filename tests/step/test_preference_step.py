@@ -13,7 +13,8 @@ import pytest
 import tiny_run
 
 from trillora.devices.mesh import MeshShape, make_mesh
-from trillora.engine.preference import PAIR_LOSSES, LossNumbers, Pairs, counts_of_pairs, sum_of_pairs
+from trillora.engine.preference.answers import Pairs, counts_of_pairs
+from trillora.engine.preference.losses import PAIR_LOSSES, LossNumbers, sum_of_pairs
 from trillora.engine.step import TrainState, initial_state
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import StepSettings
@@ -108,8 +109,9 @@ def base_of(assembly: Assembly) -> dict[str, jax.Array]:
     }
 
 
-def state_of(assembly: Assembly, *, reference: int = 2) -> TrainState:
-    state = initial_state(adapter_of(assembly, 1), assembly.optimizer, 0, keeps_reference=True)
+def state_of(assembly: Assembly, *, policy: int = 1, reference: int = 2) -> TrainState:
+    """The numbers are seeds."""
+    state = initial_state(adapter_of(assembly, policy), assembly.optimizer, 0, keeps_reference=True)
     return state._replace(reference=adapter_of(assembly, reference))
 
 
@@ -219,7 +221,7 @@ def test_before_the_first_step_nothing_is_preferred(loss: str, expected: float) 
         assembly, packed(pairs(), 4), state=initial_state(fresh, assembly.optimizer, 0, keeps_reference=True)
     )
     assert float(metrics.loss) == np.float32(expected)
-    assert float(metrics.means["rewards/margins"]) == float(metrics.means["rewards/accuracies"]) == 0
+    assert float(metrics.means["rewards/margins"]) == 0 and float(metrics.means["rewards/accuracies"]) == 0.5
     assert float(metrics.grad_norm) > 0
 
 
@@ -246,7 +248,7 @@ def test_kto_is_the_formula_and_its_estimate_is_of_the_whole_batch() -> None:
     expected, gradient = jax.jit(jax.value_and_grad(loss))(state.adapter, state.reference, base_of(assembly))
     norm = float(jnp.sqrt(sum(jnp.vdot(g, g) for g in gradient.values())))
     for micro in (8, 2):
-        _, metrics = one_step(assembly_of(train, rows=8, micro=micro), rows, others)
+        _, metrics = one_step(assembly_of(train, rows=8, micro=micro), rows, others, state=state)
         assert float(metrics.loss) == pytest.approx(float(expected), rel=2e-6)
         assert float(metrics.grad_norm) == pytest.approx(norm, rel=3e-5)
         assert max(0.0, float(metrics.means["kl"])) == pytest.approx(shift, rel=2e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,22 @@ def execute(notebook: Path, folder: Path, python: Path | None = None) -> Execute
         return _execute(notebook, folder)
 
 
+def execute_cells(sources: Sequence[str], folder: Path) -> list[list[Any]]:
+    """Runs cells in a new kernel with `folder` as the current one. Returns the outputs of each, as a person sees them
+    at the end."""
+    content = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])  # type: ignore[no-untyped-call]
+    _run(content, folder)
+    return [cell.outputs for cell in content.cells]
+
+
+def _run(content: Any, folder: Path) -> None:
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(content, timeout=900, kernel_name="python3", resources=resources).execute()
+
+
 def _execute(notebook: Path, folder: Path) -> Executed:
     content = nbformat.read(notebook, as_version=4)
-    client = NotebookClient(content, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
-    client.execute()
+    _run(content, folder)
     cells = [cell for cell in content.cells if cell.cell_type == "code"]
     outputs = [(cell.source, "".join(out.get("text", "") for out in cell.outputs)) for cell in cells]
     shown = [out.data.get("text/html", "") for cell in cells for out in cell.outputs if "data" in out]

@@ -90,6 +90,34 @@ def write_chats(path: Path, num_rows: int = 21) -> Path:
     return path
 
 
+def write_pairs(path: Path, num_rows: int = 40) -> Path:
+    """The chosen answer is right and short, the rejected one wrong and long."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"What is {a} plus {a + 1}?"}],
+            "chosen": [{"role": "assistant", "content": f"{2 * a + 1}"}],
+            "rejected": [{"role": "assistant", "content": f"It may be {3 * a}!"}],
+        }
+        for a in range(num_rows)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def write_labels(path: Path, num_rows: int = 40) -> Path:
+    """Every second answer is good."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"What is {a} plus {a + 1}?"}],
+            "completion": [{"role": "assistant", "content": f"{2 * a + 1}" if a % 2 else f"It may be {3 * a}!"}],
+            "label": bool(a % 2),
+        }
+        for a in range(num_rows)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
 def recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """A recipe for the model and the chats in `folder`, as a mapping; `sections` are merged into it."""
     settings: dict[str, Any] = {

@@ -152,7 +152,7 @@ def test_the_embedded_model_works_with_a_home_that_cannot_be_written(
 ) -> None:
     monkeypatch.delenv("TRILLORA_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(nowhere))
-    monkeypatch.setattr(embedded, "_find_gguf", lambda: (Path("model.gguf"), "0"))
+    monkeypatch.setattr(embedded, "find_gguf", lambda: (Path("model.gguf"), "0"))
     monkeypatch.setattr(embedded, "_convert", lambda _, folder: (folder / "config.json").write_text("{}"))
     said: list[str] = []
     folder = embedded.smollm2_folder(said.append)

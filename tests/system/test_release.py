@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from installed_wheel import Installed, install_wheel
 from quickstart_run import QUICKSTART, tiny_model
 
 from trillora.cli import app
+from trillora.launch.install import find_uv
 from trillora.launch.wheel import wheel_content
 from trillora.shipped import HOME, shipped_recipes
 from trillora.version import __version__
@@ -108,6 +110,15 @@ def test_version_and_the_help_of_every_command(installed: Installed) -> None:
     assert len(lines) >= 22 and ["recipes", "copy"] in lines
     package = installed.run(installed.bin / "python", "-c", "import trillora; print(trillora.__file__)").stdout
     assert package.startswith(str(installed.bin.parent)), "not the checkout"
+
+
+def test_uv_keeps_the_torch_that_is_there(installed: Installed, built: Built) -> None:
+    """As README says: `uv pip install` of what is here, and of an extra, chooses no other torch."""
+    words = ["pip", "install", "--dry-run", "--python", str(installed.bin / "python"), f"{built.wheel}[data]"]
+    done = subprocess.run([find_uv(), *words], capture_output=True, text=True, check=False)
+    changed = {line.split()[1].partition("==")[0] for line in done.stderr.splitlines() if line[:3] in (" + ", " - ")}
+    assert done.returncode == 0 and {"pyarrow", "zstandard"} <= changed, done.stderr
+    assert not [name for name in changed if name.startswith(("torch", "nvidia", "jax"))], changed
 
 
 def test_recipes_are_copied_from_the_wheel_and_inspected(installed: Installed) -> None:

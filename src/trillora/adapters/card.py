@@ -36,7 +36,7 @@ from trillora.model.adapters import CONFIG_FILE
 from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
-from trillora.recipe.schema import EMBEDDED, Recipe, stages_of
+from trillora.recipe.schema import EMBEDDED, Recipe, TrainSection, stages_of
 from trillora.runs.files import ADAPTER, EVAL_FILE, is_run
 from trillora.runs.manifest import RunManifest, StageRecord
 from trillora.runs.saved import SavedRun
@@ -58,6 +58,9 @@ _METRICS = {
     "right_fields": "right fields",
     "valid_json": "valid JSON",
     "choice_accuracy": "choice accuracy",
+    "pair_accuracy": "pair accuracy",
+    "reward_accuracy": "reward accuracy",
+    "reward_margin": "reward margin",
     "f1": "F1",
     "chrf": "chrF",
     "bleu": "BLEU",
@@ -104,7 +107,7 @@ def model_card(facts: CardFacts) -> str:
         EMBEDDED_NOTE if manifest is not None and manifest.model.get("name") == EMBEDDED else "",
         *(_plain(note) for note in facts.notes),
         _section("Use", facts.usage or _peft_usage(base, facts.config)),
-        _section("Scores", _scores_table(evaluated, scores, manifest)),
+        _section("Scores", _scores_table(evaluated, scores, _loss_in_training(manifest, recipe))),
         _section("Data", _data_table(stages)),
         _section("Recipe", _recipe_table(recipe, facts)),
         _section("Versions", _versions(manifest)),
@@ -189,10 +192,8 @@ def _model_index(
 
 
 def _scores_table(
-    evaluated: Mapping[str, object], scores: Mapping[str, tuple[float, float | None]], manifest: RunManifest | None
+    evaluated: Mapping[str, object], scores: Mapping[str, tuple[float, float | None]], during: str
 ) -> str:
-    loss = None if manifest is None else _number(manifest.adapter.evaluation_loss)
-    during = "" if loss is None else f"Loss on held-out rows during training: {loss:.4f}."
     if not scores:
         return during
     lines = [
@@ -203,6 +204,18 @@ def _scores_table(
     title = "By `trillora eval`" + (f" on {rows:.0f} rows" if rows else "") + (f" of {file}" if file else "") + ":"
     table = "\n".join(["| | base model | this model |", "|---|---|---|", *lines])
     return "\n\n".join(part for part in (title, table, during) if part)
+
+
+def _loss_in_training(manifest: RunManifest | None, recipe: Recipe | None) -> str:
+    loss = None if manifest is None else _number(manifest.adapter.evaluation_loss)
+    train = stages_of(recipe)[-1].recipe.train if recipe is not None else None
+    name = "Loss" if train is None or train.rows == "answers" else f"Loss of {_losses(train)}"
+    return "" if loss is None else f"{name} on held-out rows during training: {loss:.4f}."
+
+
+def _losses(train: TrainSection) -> str:
+    names = [train.loss] if isinstance(train.loss, str) else train.loss
+    return " + ".join(_file_name(name) for name in names)
 
 
 def _data_table(stages: Sequence[StageRecord]) -> str:
@@ -235,6 +248,8 @@ def _recipe_table(recipe: Recipe | None, facts: CardFacts) -> str:
         length = f"{train.steps} steps" if train.steps else f"{train.epochs:g} epochs"
         rate = train.learning_rate if isinstance(train.learning_rate, str) else f"{train.learning_rate:g}"
         values[f"training{of}"] = f"{length}, batches of {train.batch_size} sequences of {train.sequence_length} tokens"
+        if train.rows != "answers":
+            values[f"loss{of}"] = f"{_losses(train)}, beta {train.strength:g}"
         values[f"learning rate{of}"] = f"{rate}, {train.schedule}, {train.optimizer}, seed {train.seed}"
     if recipe is not None and recipe.model.quantize not in ("auto", "none"):
         values["base in memory"] = recipe.model.quantize

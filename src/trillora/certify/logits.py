@@ -55,7 +55,7 @@ FULL_MEMORY = 0.8  # fraction of the free memory that the base may need in float
 @dataclass(frozen=True)
 class Reference:
     logits: tuple[PromptLogits, ...]
-    rows: tuple[float, float] | None = None  # loss of the sample rows: base, trained
+    rows: tuple[float, float] | None = None  # `row_loss` of the sample rows: base, trained
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def compute_reference(subject: Subject, rows: Sequence[TokenizedDocument], liste
     logits = tuple(_recorded(prompt, own_BV[b], base_BV[b]) for b, prompt in enumerate(prompts))
     losses = None
     if rows:
-        losses = _loss(base_BT[len(prompts) :], rows), _loss(own_BT[len(prompts) :], rows)
+        losses = row_loss(base_BT[len(prompts) :], rows), row_loss(own_BT[len(prompts) :], rows)
         if not np.isfinite(losses).all():
             what = "The loss on the sample rows is not finite, with or without the adapter."
             raise TrilloraError(what, where=trained.source, do="look for damaged weights in the base: trillora verify")
@@ -172,13 +172,15 @@ def _batch(prompts: Sequence[Sequence[int]], rows: Sequence[TokenizedDocument]) 
     return tokens_BT, np.roll(tokens_BT, -1, axis=1), np.array([len(text) - 1 for text in texts])
 
 
-def _loss(logprobs_BT: np.ndarray, rows: Sequence[TokenizedDocument]) -> float:
+def row_loss(logprobs_BT: np.ndarray, rows: Sequence[TokenizedDocument]) -> float:
+    """The mean over the trained tokens. With rejected or bad answers, the log-probability of these minus that of the
+    others, per answer: what is learned is the difference."""
     total = count = 0.0
     for b, row in enumerate(rows):
         is_target = row.supervised[1:MAX_ROW]
-        total -= float(logprobs_BT[b, : len(is_target)][is_target].sum())
+        total -= float(np.sign(row.weight) * logprobs_BT[b, : len(is_target)][is_target].sum())
         count += int(is_target.sum())
-    return total / max(count, 1)
+    return total / max(len(rows) if any(row.weight < 0 for row in rows) else count, 1)
 
 
 def _recorded(prompt: Sequence[int], own_V: np.ndarray, base_V: np.ndarray) -> PromptLogits:

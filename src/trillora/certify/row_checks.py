@@ -22,6 +22,7 @@ from trillora.data.stage import example_of
 from trillora.data.tokenizing.encode import TokenizedDocument
 from trillora.data.tokenizing.store import KINDS
 from trillora.errors import TrilloraError
+from trillora.evaluation.kinds.preferences import COIN_TOSS
 from trillora.events import Listener
 from trillora.files.digests import file_digest
 from trillora.files.read_json import read_json
@@ -32,6 +33,7 @@ NUM_ROWS = 8  # whose spans are checked
 NUM_SCORED = 3  # whose loss is computed
 MAX_DATA = 256 << 20  # bytes; more would take long to read again
 MAX_LINE = 1 << 22  # bytes
+NO_HELP = "train longer or with other options: the adapter does not help on these rows"
 DO = "look at the rows with `trillora inspect`, then train again"
 
 
@@ -41,7 +43,8 @@ class Changed(NotHere):
 
 class _Scores(BaseModel):
     model_config = ConfigDict(extra="ignore")
-    loss: float
+    loss: float | None = None
+    reward_accuracy: float | None = None
 
 
 class _Evaluation(BaseModel):
@@ -70,8 +73,8 @@ class SampleRows:
 
     @property
     def scored(self) -> list[TokenizedDocument]:
-        """Of a pair, the chosen answer."""
-        return [self.documents[i].parts[0] for i in self.chosen[:NUM_SCORED]]
+        """Of a pair, both sides."""
+        return [part for i in self.chosen[:NUM_SCORED] for part in self.documents[i].parts]
 
     def is_chat(self, index: int) -> bool:
         return KINDS[self.dataset.store.rows["kind"][self.documents.rows_N[index]]] == "chat"
@@ -196,15 +199,20 @@ def _recorded_example(rows: SampleRows) -> Iterator[Check]:
 
 
 def check_scores(subject: Subject, losses: tuple[float, float] | None) -> Iterator[Check]:
-    """`losses`: of base and trained weights on sample rows."""
+    """`losses`: of base and trained weights on sample rows (`logits.row_loss`)."""
     name = None
+    has_preferences = subject.stage is not None and subject.stage.train.rows != "answers"
     file = None if subject.run is None else subject.run.folder / EVAL_FILE
     is_own = subject.adapter is not None and SavedAdapter(subject.adapter, subject.run).is_result
     if file is not None and file.is_file() and is_own:
         try:
             found = read_json(file, _Evaluation, do="evaluate it again with `trillora eval`")
-            if found.base is not None:
-                losses, name = (found.base.loss, found.adapter.loss), f"{found.num_rows:,} rows of {found.data}"
+            tested = f"{found.num_rows:,} rows of {found.data}"
+            if found.adapter.reward_accuracy is not None:
+                yield _rewards(found.adapter.reward_accuracy, tested)
+                return
+            if found.base is not None and found.base.loss is not None and found.adapter.loss is not None:
+                losses, name, has_preferences = (found.base.loss, found.adapter.loss), tested, False
         except TrilloraError:
             pass
     if losses is None:
@@ -213,8 +221,16 @@ def check_scores(subject: Subject, losses: tuple[float, float] | None) -> Iterat
     base, own = losses
     name = name or "a few rows of the training data"
     what = f"Loss on {name}: base {base:.4f}, adapter {own:.4f}."
+    if has_preferences:
+        what = f"Log-probability of good minus bad answers on {name}: base {-base:.2f}, adapter {-own:.2f} nats."
     if not own < base:
-        do = "train longer or with other options: the adapter does not help on these rows"
-        yield Check("scores", "loss", "warning", what, own, base, do)
+        yield Check("scores", "loss", "warning", what, own, base, NO_HELP)
     else:
         yield Check("scores", "loss", "ok", what, own, base)
+
+
+def _rewards(accuracy: float, tested: str) -> Check:
+    what = f"Reward accuracy on {tested}: {accuracy:.1%}; half would be chance."
+    if not accuracy > COIN_TOSS:
+        return Check("scores", "rewards", "warning", what, accuracy, COIN_TOSS, NO_HELP)
+    return Check("scores", "rewards", "ok", what, accuracy, COIN_TOSS)

@@ -64,8 +64,8 @@ def merge(
     if as_json:
         print_json(result.to_dict())
         return
-    from trillora.report.console import SafeConsole
     from trillora.report.merge_table import show
+    from trillora.report.safe_console import SafeConsole
 
     show(result, SafeConsole())
 

@@ -77,7 +77,7 @@ def show_certificate(certificate: Certificate, as_json: bool) -> None:
         print_json(certificate.to_dict())
     else:
         from trillora.report.certificate_table import show
-        from trillora.report.console import SafeConsole
+        from trillora.report.safe_console import SafeConsole
 
         show(certificate, SafeConsole())
     if not certificate.passed:

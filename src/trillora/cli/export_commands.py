@@ -158,7 +158,7 @@ def _show(exported: Exported, certificate: Certificate | None, as_json: bool) ->
     print(f"Exported to {exported.folder}: {', '.join(exported.files)} ({shown})")
     if certificate is not None:
         from trillora.report.certificate_table import show_short
-        from trillora.report.console import SafeConsole
+        from trillora.report.safe_console import SafeConsole
 
         show_short(certificate, SafeConsole())
     if is_bad:

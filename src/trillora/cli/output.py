@@ -48,7 +48,8 @@ def progress_on_stderr(*, as_json: bool = False) -> Iterator[Listener]:
 
     quiet_libraries()
     with sign_of_life(silent=as_json) as started:
-        from trillora.report.console import SafeConsole, console_listener
+        from trillora.report.console import console_listener
+        from trillora.report.safe_console import SafeConsole
 
         with console_listener(SafeConsole(stderr=True)) as listener:
             yield _after(started, listener)
@@ -101,8 +102,8 @@ def show_evaluation(evaluation: Evaluation, as_json: bool) -> None:
     if as_json:
         print_json(evaluation.to_dict())
         return
-    from trillora.report.console import SafeConsole
     from trillora.report.eval_table import show
+    from trillora.report.safe_console import SafeConsole
 
     show(evaluation, SafeConsole())
 

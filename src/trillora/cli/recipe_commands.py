@@ -52,7 +52,7 @@ def train(
     Exit code 75: the run was saved before its end. The same command resumes it. A data file in place of a recipe trains
     with the default options; the run's folder then gets the recipe.
     """
-    from trillora.recipe.from_data import is_data_file
+    from trillora.early.from_data import is_data_file
     from trillora.recipe.load import load_recipe
     from trillora.recipe.tiny import is_tiny_run
 
@@ -82,7 +82,7 @@ def train(
 
 def _options(recipe: Path, model: str | None) -> Path | dict[str, Any]:
     """The recipe, or the options that a data file and a model make one of."""
-    from trillora.recipe.from_data import is_data_file
+    from trillora.early.from_data import is_data_file
 
     if model is None and is_data_file(recipe):
         do = "add --model MODEL: smollm2 (embedded), a Hugging Face id or a folder"
@@ -92,8 +92,8 @@ def _options(recipe: Path, model: str | None) -> Path | dict[str, Any]:
 
 def _write_recipe(recipe: Recipe, data: Path, run: Path) -> None:
     """The recipe of a run that was started with a data file, unless nothing of the run was written."""
+    from trillora.early.from_data import recipe_text
     from trillora.files.atomic import write_file
-    from trillora.recipe.from_data import recipe_text
     from trillora.report.run.next_steps import OWN_RECIPE
     from trillora.runs.files import is_run
 
@@ -158,8 +158,8 @@ def preflight(
         shown = [result.to_dict() for result in results]
         print_json(shown[0] if len(shown) == 1 else shown)
     else:
-        from trillora.report.console import SafeConsole
         from trillora.report.preflight_screen import show
+        from trillora.report.safe_console import SafeConsole
 
         show(results, SafeConsole())
     if all(result.verdict == "NO-GO" for result in results):
@@ -233,8 +233,8 @@ def inspect(
 
 
 def _show(report: DataReport, stage: str | None, *, only_examples: bool) -> None:
-    from trillora.report.console import SafeConsole
     from trillora.report.data.screen import show, show_examples
+    from trillora.report.safe_console import SafeConsole
 
     if stage is not None:
         print(f"Stage {stage}")
@@ -250,7 +250,7 @@ def _write_page(report: DataReport, file: Path) -> None:
 
 def _recipe_of(file: Path, model: str | None) -> Path | dict[str, Any]:
     """The recipe, or for a data file one that has all rows of it."""
-    from trillora.recipe.from_data import is_data_file, options_from_data
+    from trillora.early.from_data import is_data_file, options_from_data
 
     if is_data_file(file):
         return options_from_data(file) if model is None else options_from_data(file, model)

@@ -234,8 +234,8 @@ def _harness(
     if as_json:
         print_json(result)
         return
-    from trillora.report.console import SafeConsole
     from trillora.report.eval_table import show_harness
+    from trillora.report.safe_console import SafeConsole
 
     show_harness(result, SafeConsole())
 

@@ -21,7 +21,10 @@ def quickstart(context: typer.Context, out: RunFolder = Path("runs/quickstart"),
     """Train a small model offline, in minutes on a laptop."""
     with run_events(as_json) as listener:
         from trillora.devices.quiet import start_gpu
+        from trillora.early.model import check_model
+        from trillora.recipe.schema import EMBEDDED, ModelSection
 
+        check_model(ModelSection(name=EMBEDDED))
         start_gpu()
         from trillora.quickstart import run as lesson
 

@@ -100,6 +100,7 @@ class Batches:
             longest_document=int(self.documents.lengths_N.max()),
             num_sequences=self.num_rows,
             batch_size=self.batch_size,
+            unit="pair" if self.documents.are_pairs else "document",
         )
 
     def batch(self, step: int, places: Sequence[int] | None = None) -> Arrays:
@@ -133,6 +134,11 @@ class Batches:
         """Indices of the documents that a step trains on."""
         bucket, rows = self._rows_of(step)
         return np.concatenate([bucket.rows[row] for row in rows])
+
+    def segments_of(self, step: int) -> NDArray[np.int64]:
+        """The index of the document that each segment of a step's batch belongs to, one sequence after the other."""
+        documents = self.documents_of(step)
+        return np.repeat(documents, np.where(self.documents.firsts_N[documents], 2, 1))
 
     def documents_in(self, block: int) -> int:
         """How many documents begin in the same block at most, if sequences are cut into blocks of `block` tokens.

@@ -16,7 +16,7 @@ A pair is one document here, with both of its sides: it is chosen, repeated, dro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,9 +61,29 @@ class Documents:
     def are_pairs(self) -> bool:
         return bool(self.firsts_N.any())
 
+    @property
+    def longest_sides_N(self) -> NDArray[np.int64]:
+        """Tokens of the longer side of each pair; of other documents, all."""
+        return np.maximum(self.firsts_N, self.lengths_N - self.firsts_N)
+
     def take(self, chosen: NDArray[np.generic]) -> Documents:
         """The documents at these indices, or where this mask is true."""
         return Documents(self.tokens, *(array[chosen] for array in self.arrays))
+
+
+def answers_alone(documents: Documents) -> Documents:
+    """Every answer as a document of its own, with weight 1: of a pair the chosen side, then the rejected one."""
+    first, length, prompt = documents.firsts_N, documents.lengths_N, documents.prompts_N
+    starts, lengths, rows = documents.starts_N, length, documents.rows_N
+    if documents.are_pairs:
+        starts = np.stack([starts, starts + first], axis=1).ravel()
+        lengths = np.stack([first, length - first], axis=1).ravel()
+        rows, prompt = np.repeat(rows, 2), np.repeat(prompt, 2)
+    nothing = np.zeros_like(starts)
+    ones = np.ones(len(starts), np.float32)
+    alone = Documents(documents.tokens, starts, lengths, nothing, rows, ones, nothing, prompt)
+    trained = [alone[index].num_supervised for index in range(len(alone))]
+    return replace(alone, trained_N=np.array(trained, np.int64))
 
 
 @dataclass(frozen=True)

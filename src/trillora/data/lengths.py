@@ -1,4 +1,5 @@
-"""Statistics for `trillora inspect`: how long rows are, and what the sequence length costs."""
+"""Statistics for `trillora inspect`: how long rows are, what the sequence length costs, and what pairs and labels have
+in common that a model could learn instead of what is meant."""
 
 from __future__ import annotations
 
@@ -6,10 +7,15 @@ from dataclasses import dataclass
 from itertools import dropwhile, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trillora.data.documents import MAX_LOSS, Documents, Lost, length_that_keeps
+from trillora.recipe.losses import LossOptions
 
 NUM_BINS = 10
+MOST_LONGER = 0.6  # share of pairs whose chosen answer is the longer one; further from a half, length decides too much
+MOST_GOOD = 4 / 3  # weight of all good answers, as a multiple of all bad ones; the least is 1
+_BY_MEAN = ("sigmoid_norm", "simpo", "ipo", "orpo", "sft")  # losses in which a longer answer does not count more
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,76 @@ class LostFacts:
     refused: bool
     length_that_keeps_all: int
     length_that_keeps_99_percent: int
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    """Chosen and rejected answers of an epoch, in tokens."""
+
+    pairs: int
+    prompts: int  # different ones
+    chosen_longer: int  # pairs
+    equally_long: int
+    mean_chosen: float
+    mean_rejected: float
+    warns: bool  # whether a loss of this recipe would learn the length first
+
+    @property
+    def share_longer(self) -> float:
+        """Of the pairs whose answers have different lengths."""
+        return self.chosen_longer / max(self.pairs - self.equally_long, 1)
+
+
+@dataclass(frozen=True)
+class LabelFacts:
+    """Good and bad answers of an epoch."""
+
+    good: int
+    bad: int
+    desirable_weight: float  # of the recipe
+    undesirable_weight: float
+    balance: float | None  # weight of all good answers, as a multiple of all bad ones; None without bad ones
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.balance is not None and 1 - 1e-9 <= self.balance <= MOST_GOOD + 1e-9
+
+
+def pair_facts(documents: Documents, splits_N: NDArray[np.uint64], train: LossOptions) -> PairFacts | None:
+    """Of the training part; None if it has no pairs. `splits_N`: the digests of the prompts."""
+    if not documents.are_pairs:
+        return None
+    chosen_N = documents.firsts_N - documents.prompts_N
+    rejected_N = documents.lengths_N - documents.firsts_N - documents.prompts_N
+    longer, equal = int((chosen_N > rejected_N).sum()), int((chosen_N == rejected_N).sum())
+    has_length = train.ld_alpha == 1 and any(name not in _BY_MEAN for name in train.losses)
+    share = longer / max(len(documents) - equal, 1)
+    is_biased = equal < len(documents) and not 1 - MOST_LONGER <= share <= MOST_LONGER
+    return PairFacts(
+        pairs=len(documents),
+        prompts=len(np.unique(splits_N)),
+        chosen_longer=longer,
+        equally_long=equal,
+        mean_chosen=float(chosen_N.mean()),
+        mean_rejected=float(rejected_N.mean()),
+        warns=has_length and is_biased,
+    )
+
+
+def label_facts(documents: Documents, train: LossOptions) -> LabelFacts | None:
+    """Of the training part; None if its rows have no label."""
+    if train.rows != "labels" or not len(documents):
+        return None
+    weights = documents.weights_N.astype(np.float64)
+    good, bad = float(weights[weights > 0].sum()), float(-weights[weights < 0].sum())
+    bad *= train.undesirable_weight
+    return LabelFacts(
+        good=int((weights > 0).sum()),
+        bad=int((weights < 0).sum()),
+        desirable_weight=train.desirable_weight,
+        undesirable_weight=train.undesirable_weight,
+        balance=good * train.desirable_weight / bad if bad else None,
+    )
 
 
 def length_facts(documents: Documents, sequence_length: int) -> Lengths:

@@ -24,11 +24,12 @@ def padding_warning(
     longest_document: int,
     num_sequences: int,
     batch_size: int,
+    unit: str = "document",
 ) -> str | None:
     """The causes and the remedies in two sentences, or None if at most half of the computed tokens are padding.
 
     `padding_fraction` is the share of padding in an epoch, including the empty sequences that complete a batch.
-    `num_sequences` counts the sequences that hold a document.
+    `num_sequences` counts the sequences that hold a document. `unit`: what is packed, a document or a pair.
     """
     if padding_fraction <= MAX_PADDING:
         return None
@@ -45,11 +46,11 @@ def padding_warning(
         causes.append(f"{num_computed - num_sequences:,} sequences of the last batch are empty")
         remedies.append(f"set train.batch_size to {-(-num_sequences // num_batches):,}")
     if fill < _MIN_FILL or not has_empty:  # if neither limit is passed, padding is at most 1 - 3/4 * 2/3, one half
-        causes.append(f"the longest document has {longest_document:,} tokens and a sequence {sequence_length:,}")
+        causes.append(f"the longest {unit} has {longest_document:,} tokens and a sequence {sequence_length:,}")
         if not pack:
             remedies.append("set data.pack to true")
-        unit = 128 if longest_document > 128 else 8  # TPU kernels take multiples of 128
-        shorter = -(-longest_document // unit) * unit
+        step = 128 if longest_document > 128 else 8  # TPU kernels take multiples of 128
+        shorter = -(-longest_document // step) * step
         if shorter < sequence_length:
             remedies.append(f"set train.sequence_length to {shorter:,}")
     if pack or has_empty:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trillora.data.batches import Batches
@@ -12,9 +13,10 @@ from trillora.data.open import chat_template, open_dataset, with_template_date, 
 from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note
-from trillora.files.digests import text_digest
+from trillora.files.digests import file_digest, text_digest
 from trillora.model.loading.growth import tokenizer_files
 from trillora.model.loading.source import OpenModel
+from trillora.recipe.losses import is_file
 from trillora.recipe.resolve import DocumentRoom
 from trillora.recipe.schema import Stage, StageRecipe
 
@@ -55,10 +57,17 @@ class StageData:
         return {**tokenizer_files(opened.tokenizer, opened.folder), **template}
 
     def identity(self) -> dict[str, str]:
-        """Digests of the tokenized rows, which depend on files, tokenizer, template and options."""
+        """Digests of the tokenized rows, which depend on files, tokenizer, template and options; and of a loss that is
+        a file."""
+        own = {
+            f"{self.name} loss {Path(name).name}": file_digest(Path(name))
+            for name in self.recipe.train.losses
+            if is_file(name)
+        }
         return {
             f"{self.name} data": text_digest(self.dataset.store.folder.name),
             f"{self.name} chat template": text_digest(self.template or ""),
+            **own,
         }
 
     def places_of(self, step: int) -> list[str]:

@@ -18,12 +18,21 @@ import numpy as np
 from trillora.data.batches import Batches
 from trillora.data.documents import PARTS, Documents, all_documents, part_of
 from trillora.data.excerpt import ExcerptPiece, pieces_of
-from trillora.data.lengths import Lengths, LostFacts, length_facts, lost_facts
+from trillora.data.lengths import (
+    LabelFacts,
+    Lengths,
+    LostFacts,
+    PairFacts,
+    label_facts,
+    length_facts,
+    lost_facts,
+    pair_facts,
+)
 from trillora.data.open import chat_template, open_dataset, with_template_date
 from trillora.data.prepare import DataProblem, Dataset
 from trillora.data.rows import place, refused
 from trillora.data.stage import batches_of
-from trillora.data.tokenizing.encode import Tokenizer
+from trillora.data.tokenizing.encode import TokenizedDocument, Tokenizer
 from trillora.data.tokenizing.store import KINDS, Store
 from trillora.errors import TrilloraError
 from trillora.events import Listener, ignore_events
@@ -71,6 +80,8 @@ class ExampleFacts:
     tokens: int
     trained_tokens: int
     pieces: tuple[ExcerptPiece, ...]  # their texts join to the decoded row
+    side: str = ""  # chosen, rejected, good or bad
+    rejected: ExampleFacts | None = None  # the other side of a pair, whose chosen side this is
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,8 @@ class DataReport:
     sequence_lengths: tuple[int, ...] = ()  # one program is compiled for each
     lengths: Lengths | None
     lost: LostFacts | None
+    pairs: PairFacts | None = None
+    labels: LabelFacts | None = None
     chat_template: ChatTemplateFacts | None
     examples: tuple[ExampleFacts, ...]  # the first row, and the first of other shapes; or the row asked for
     verdict: DataVerdict
@@ -180,6 +193,8 @@ def inspect(
         **epoch,
         lengths=length_facts(documents, recipe.train.sequence_length) if len(documents) else None,
         lost=lost_facts(documents, lost, too_long is not None) if len(documents) else None,
+        pairs=pair_facts(documents, dataset.store.rows["split"][documents.rows_N], recipe.train),
+        labels=label_facts(documents, recipe.train),
         chat_template=_template_facts(recipe, dataset, tokenizer),
         examples=_examples(dataset, fitted if len(fitted) else documents, tokenizer, row),
         verdict=DataVerdict(False, refusal.what, refusal.where, refusal.do) if refusal else accepted,
@@ -283,30 +298,41 @@ def _examples(
         documents, chosen = all_documents(store).take(np.array([find_row(dataset, row)])), [0]
     else:
         chosen = _different(store, documents)
+    has_labels = dataset.options.rows == "labels"
     found = []
     for number in chosen:
         document, at = documents[number], int(documents.rows_N[number])
-        trained = [False, *document.supervised[1:].tolist()]  # nothing predicts the first token
-        found.append(
-            ExampleFacts(
-                place=store.place(at),
-                kind=KINDS[store.rows["kind"][at]],
-                shape=store.shape(at),
-                turns=int(store.rows["turns"][at]),
-                tokens=len(document),
-                trained_tokens=document.num_supervised,
-                pieces=pieces_of(tokenizer, document.tokens.tolist(), trained),
-            )
-        )
+        if document.first:
+            first, second = document.parts
+            rejected = _example(store, at, second, tokenizer, "rejected")
+            example = dataclasses.replace(_example(store, at, first, tokenizer, "chosen"), rejected=rejected)
+        else:
+            side = ("bad" if document.weight < 0 else "good") if has_labels else ""
+            example = _example(store, at, document, tokenizer, side)
+        found.append(example)
     return tuple(found)
 
 
+def _example(store: Store, row: int, document: TokenizedDocument, tokenizer: Tokenizer, side: str) -> ExampleFacts:
+    trained = [False, *document.supervised[1:].tolist()]  # nothing predicts the first token
+    return ExampleFacts(
+        place=store.place(row),
+        kind=KINDS[store.rows["kind"][row]],
+        shape=store.shape(row),
+        turns=int(store.rows["turns"][row]),
+        tokens=len(document),
+        trained_tokens=document.num_supervised,
+        pieces=pieces_of(tokenizer, document.tokens.tolist(), trained),
+        side=side,
+    )
+
+
 def _different(store: Store, documents: Documents) -> list[int]:
-    """The first document, and the first of each other kind and shape, the most frequent first."""
+    """The first document, and the first of each other kind, shape and label, the most frequent first."""
     if not len(documents):
         return []
     rows = store.rows[documents.rows_N]
-    groups_N = rows["kind"].astype(np.int64) * 128 + rows["shape"]
+    groups_N = (rows["kind"].astype(np.int64) * 128 + rows["shape"]) * 2 + (rows["weight"] < 0)
     groups, firsts, counts = np.unique(groups_N, return_index=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")
     others = [int(firsts[i]) for i in order if groups[i] != groups_N[0]]

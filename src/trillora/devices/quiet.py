@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
@@ -27,11 +28,17 @@ def quiet_libraries(
         environment.setdefault(name, level)
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         environment.setdefault(name, "error")
+    hide_widget_warning()
     if backend == "cpu" or (backend == "auto" and not accelerator):
         environment.setdefault("JAX_PLATFORMS", "cpu")
         jax = sys.modules.get("jax")
         if jax is not None and jax.config.jax_platforms is None:
             jax.config.update("jax_platforms", environment["JAX_PLATFORMS"])
+
+
+def hide_widget_warning() -> None:
+    """Without ipywidgets, tqdm warns in every notebook that imports transformers. Its bars are text then."""
+    warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def start_gpu(

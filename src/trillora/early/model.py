@@ -13,6 +13,7 @@ from typing import Any
 
 from trillora.files.cache_dir import cache_root
 from trillora.model.loading.description import read_config, read_index
+from trillora.model.loading.embedded import find_gguf
 from trillora.model.loading.source import SINGLE_FILE, find_model
 from trillora.model.loading.tensor_files import stored_shapes
 from trillora.model.lora_spec import ALL_LINEAR, EXPERTS, matches_nothing, matching
@@ -26,6 +27,7 @@ _NO_LINEAR = re.compile(r"embed|norm|\bwte\b|\bwpe\b")
 def check_model(model: ModelSection) -> Path | None:
     """The folder of the model's files, without the weights of one that is on the hub. None for the embedded model."""
     if model.name == EMBEDDED:
+        find_gguf()
         return None
     is_local = Path(model.name).expanduser().is_dir()
     return find_model(

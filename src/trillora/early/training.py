@@ -19,7 +19,8 @@ from pathlib import Path
 from trillora.data.reading.files import DataFile, expand, kind_of
 from trillora.data.reading.readers import first_rows
 from trillora.data.rendering.chat_templates import NAMED, find_template
-from trillora.data.rendering.formats import detect, picked
+from trillora.data.rendering.formats import picked
+from trillora.data.rendering.preferences import detect
 from trillora.data.rendering.render import parse
 from trillora.data.rows import BadRow, Fault, place, refused
 from trillora.early.model import check_model, check_targets
@@ -28,6 +29,7 @@ from trillora.files.hub import HUB_ID_AT
 from trillora.files.user_path import user_path
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.load import load_run_recipe
+from trillora.recipe.losses import Rows, is_file
 from trillora.recipe.schema import Recipe, stages_of
 from trillora.runs.files import ADAPTER, GROUP_FILE, is_finished, is_run
 
@@ -49,7 +51,10 @@ def check_start(recipe: Recipe, out: Path) -> None:
 def check_inputs(recipe: Recipe) -> None:
     """Checks the data of every stage."""
     for stage in stages_of(recipe):
-        check_data(stage.recipe.data)
+        for name in filter(is_file, stage.recipe.train.losses):
+            if not os.path.isfile(name):
+                raise TrilloraError("There is no such file.", where=f"train.loss: {name}", do="check the path")
+        check_data(stage.recipe.data, stage.recipe.train.rows)
 
 
 def check_files_of(recipe: Recipe) -> None:
@@ -94,15 +99,15 @@ def check_room(out: Path) -> None:
         raise TrilloraError(what, where=str(there), do="free some disk space, or use another disk with --out")
 
 
-def check_data(data: DataSection) -> None:
-    """Checks that the local files exist and that their first rows can be used. Files of the hub and URLs are not
-    opened."""
+def check_data(data: DataSection, rows: Rows = "answers") -> None:
+    """Checks that the local files exist and that their first rows can be used for what the loss needs. Files of the hub
+    and URLs are not opened."""
     if data.chat_template is not None and data.chat_template not in NAMED:
         find_template(data.chat_template, (), None)
     for path in _paths(data):
         for file in check_files(path)[:FILES_READ]:
             if data.on_bad_row == "refuse":
-                _check_rows(file, data)
+                _check_rows(file, data, rows)
 
 
 def check_files(path: str) -> list[DataFile]:
@@ -119,7 +124,7 @@ def _paths(data: DataSection) -> Iterator[str]:
         yield data.validation
 
 
-def _check_rows(file: DataFile, data: DataSection) -> None:
+def _check_rows(file: DataFile, data: DataSection, rows: Rows) -> None:
     """Refuses a file whose first rows cannot be read, or match no format."""
     knows_format = data.format != "auto" or data.template is not None
     unknown: TrilloraError | None = None
@@ -132,7 +137,7 @@ def _check_rows(file: DataFile, data: DataSection) -> None:
         except BadRow as error:
             raise refused(error.what, where, error.do) from None
         try:
-            knows_format = knows_format or bool(detect(picked(content, data.columns)))
+            knows_format = knows_format or bool(detect(picked(content, data.columns), rows))
         except BadRow as error:
             unknown = unknown or refused(error.what, where, error.do)
     if unknown is not None and not knows_format:

@@ -3,7 +3,8 @@
     from trillora.evaluation.evaluate import evaluate
     print(evaluate("runs/first", "test.jsonl").to_dict())
 
-Rows are read as the run's recipe says; rows with `choices` are multiple choice. The adapter is compared with its base,
+Rows are read as the run's recipe says. What a row is for decides how it is tested: rows with `choices` are multiple
+choice; of rows with a chosen and a rejected answer, both are compared. The adapter is compared with its base,
 which runs through the same programs with an adapter of zeros. The result is returned and written to the run's
 `eval.json`. docs/evaluation.md explains the metrics.
 """
@@ -19,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trillora.data.documents import Documents
+from trillora.data.documents import Documents, answers_alone
 from trillora.errors import TrilloraError
-from trillora.evaluation import choices
-from trillora.evaluation.answers import (
+from trillora.evaluation.bootstrap import Difference, differences, mean_difference
+from trillora.evaluation.forgetting import measure_forgetting
+from trillora.evaluation.gate import Wanted, check_fields, judge, parse_gate
+from trillora.evaluation.kinds import choices, preferences
+from trillora.evaluation.kinds.answers import (
     ask,
     default_limit,
     examples_of,
@@ -35,10 +39,7 @@ from trillora.evaluation.answers import (
     token_sums,
     without_stop,
 )
-from trillora.evaluation.bootstrap import Difference, differences, mean_difference
-from trillora.evaluation.choices import ChoiceQuestion
-from trillora.evaluation.forgetting import measure_forgetting
-from trillora.evaluation.gate import Wanted, check_fields, judge, parse_gate
+from trillora.evaluation.kinds.choices import ChoiceQuestion
 from trillora.evaluation.likelihood import TokenScorer
 from trillora.evaluation.result import Evaluation, Forgetting
 from trillora.evaluation.rows import read_rows, recipe_with_data
@@ -207,7 +208,7 @@ def _open(
 
 def _fields(file: _TestFile, tokenizer: Tokenizer) -> set[str]:
     """The fields of a file's expected answers that are JSON objects."""
-    if isinstance(file.rows, list):
+    if isinstance(file.rows, list) or file.recipe.train.rows != "answers":
         return set()
     texts = (tokenizer.decode(question.expected, skip_special_tokens=True) for question in questions_of(file.rows))
     return {name for text in texts for name in parse_object(text.rpartition("</think>")[2]) or {}}
@@ -216,6 +217,8 @@ def _fields(file: _TestFile, tokenizer: Tokenizer) -> set[str]:
 def _tested(file: _TestFile, models: _Models, seed: int) -> _Tested:
     if isinstance(file.rows, list):
         return _choices(file, file.rows, models, seed)
+    if file.recipe.train.rows != "answers":
+        return _preferences(file, file.rows, models, seed)
     return _answers(file, file.rows, models, seed)
 
 
@@ -280,6 +283,29 @@ def _choices(file: _TestFile, questions: list[ChoiceQuestion], models: _Models, 
         intervals={name: difference.interval() for name, difference in compared.items()},
     )
     return _Tested(result, compared)
+
+
+def _preferences(file: _TestFile, documents: Documents, models: _Models, seed: int) -> _Tested:
+    """The log-probability of every answer of every pair, or of every answer with a label."""
+    alone = answers_alone(documents)
+    found = token_scores(models.scorer, models.adapters, file.recipe, alone, models.batch_size, models.listener)
+    compared = {which: preferences.Compared(documents, scores) for which, scores in found.items()}
+    sums = preferences.with_rewards(compared)
+    scores = {which: _scores({name: part.value for name, part in known.items()}) for which, known in sums.items()}
+    drawn = differences(sums["base"], sums["adapter"], seed) if "base" in sums else {}
+    result = Evaluation(
+        data=file.name,
+        num_rows=len(documents),
+        base=dataclasses.replace(scores["base"], reward_accuracy=None, reward_margin=None) if "base" in sums else None,
+        adapter=scores["adapter"],
+        majority={},
+        examples=preferences.examples(documents, compared, models.generator.prompts) if documents.are_pairs else (),
+        label=file.label,
+        kind="pairs" if documents.are_pairs else "labels",
+        chance=preferences.COIN_TOSS,
+        intervals=preferences.intervals_of(drawn, sums["adapter"]),
+    )
+    return _Tested(result, drawn)
 
 
 def _meter(models: _Models) -> Forgetting:

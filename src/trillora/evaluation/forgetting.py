@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any
 
 from trillora.evaluation.bootstrap import differences
-from trillora.evaluation.choices import ChoiceQuestion, accuracies, answers_of
+from trillora.evaluation.kinds.choices import ChoiceQuestion, accuracies, answers_of
 from trillora.evaluation.likelihood import Encode, TokenScorer, in_two
 from trillora.evaluation.result import Forgetting
 from trillora.events import Listener, ignore_events

@@ -20,6 +20,7 @@ from trillora.evaluation.result import Condition, Evaluation
 from trillora.evaluation.scores import METRICS, Scores
 
 OF_METER = ("forgetting", "kl")
+AGAINST_BASE = ("reward_accuracy", "reward_margin")
 FIELDS = "fields."
 MAX_CONDITIONS = 100
 _COMPARED = {
@@ -45,7 +46,7 @@ class Wanted:
 
     @property
     def needs_base(self) -> bool:
-        return self.side == "base" or self.metric in OF_METER
+        return self.side == "base" or self.metric in (*OF_METER, *AGAINST_BASE)
 
     @property
     def field(self) -> str | None:
@@ -110,6 +111,9 @@ def _parsed(text: str, files: Collection[str]) -> Wanted:
     is_field = metric.startswith(FIELDS) and metric != FIELDS
     if metric in OF_METER and (colon or side == "base" or rest != metric):
         what = f"'{metric}' compares the adapter with its base, so it has no file, base or adapter."
+        raise TrilloraError(what, where="--gate", do=f"write {metric}{sign}{match['limit']}")
+    if metric in AGAINST_BASE and side == "base":
+        what = f"'{metric}' compares the adapter with its base, so the base has none."
         raise TrilloraError(what, where="--gate", do=f"write {metric}{sign}{match['limit']}")
     if is_field and files and not colon:
         what = f"'{metric[:80]}' is a field, and several files are evaluated."

@@ -28,7 +28,7 @@ from trillora.evaluation.token_metrics import TokenMetrics, TokenSums
 from trillora.events import Listener, Progress, ignore_events
 from trillora.generation.generator import Generator, bucket_length
 from trillora.model.layout import Tree
-from trillora.step.objective import divergence_function, loss_chunk_positions, token_score_function
+from trillora.step.loss.objective import divergence_function, loss_chunk_positions, token_score_function
 
 Encode = Callable[[str], list[int]]  # a text to its tokens
 LOSS_CHUNK = 1024  # tokens whose logits exist at once, if the recipe does not say
@@ -85,12 +85,12 @@ class TokenScorer:
     def documents(
         self, batches: Batches, adapters: dict[str, Tree], *, packed: bool, listener: Listener = ignore_events
     ) -> dict[str, DocumentScores]:
-        """The losses of all documents, for each adapter."""
+        """The losses of all documents, for each adapter. Of a pair, the loss of the chosen answer."""
         count = len(batches.documents)
         sums = {name: DocumentScores(*(np.zeros(count) for _ in range(3))) for name in adapters}
         for number in range(batches.steps_per_epoch):
             listener(Progress("Loss of the trained tokens", number, batches.steps_per_epoch))
-            batch, documents = batches.batch(number), batches.documents_of(number)
+            batch, documents = batches.batch(number), batches.segments_of(number)
             placed, program = put_batch(batch, self._generator.mesh), self._scores(self._chunk(batch), packed)
             for name, adapter in adapters.items():
                 found = program(adapter, self._generator.base, placed)
@@ -185,8 +185,8 @@ def _groups(
 def _add(
     sums: DocumentScores, documents: NDArray[np.int64], batch: Arrays, loss_BT: np.ndarray, is_top_BT: np.ndarray
 ) -> None:
-    """Adds the scores of a batch's tokens to their documents' scores. In every sequence, segment s is its document s,
-    counted from 1; `documents` has the documents of all sequences in a row."""
+    """Adds the scores of a batch's tokens to their documents' scores. In every sequence, segments are counted from 1;
+    `documents` has the document of each segment, for all sequences in a row."""
     weights_BT, segments_BT = np.asarray(batch["weights"], np.float64), np.asarray(batch["segments"])
     counts_B = segments_BT.max(axis=1)
     first_B = np.cumsum(counts_B) - counts_B

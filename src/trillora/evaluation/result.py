@@ -14,7 +14,8 @@ from typing import Any, Literal
 from trillora.evaluation.scores import Scores
 
 VERSION = 2
-Kind = Literal["json", "short", "long", "choices", "none", "mixed"]  # of the expected answers
+# What the rows expect: answers of some form, choices, pairs of answers, or answers with a label.
+Kind = Literal["json", "short", "long", "choices", "pairs", "labels", "none", "mixed"]
 
 LABELS = {
     "loss": "loss",
@@ -31,28 +32,40 @@ LABELS = {
     "right_fields": "right fields",
     "choice_accuracy": "choice",
     "choice_accuracy_norm": "choice, per token",
+    "pair_accuracy": "pair accuracy",
+    "pair_accuracy_norm": "pairs, per token",
+    "reward_accuracy": "reward accuracy",
+    "reward_margin": "reward margin",
 }
 _JSON = ("exact_match", "valid_json", "right_fields")
 _TEXT = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l")
+_CHOICES = ("choice_accuracy", "choice_accuracy_norm")
+_REWARDS = ("reward_accuracy", "reward_margin")
+_PAIRS = ("pair_accuracy", "pair_accuracy_norm", *_REWARDS)
 _OF_KIND: dict[str, tuple[str, ...]] = {
     "json": _JSON,
     "short": ("exact_match", "f1"),
     "long": _TEXT,
-    "choices": ("choice_accuracy", "choice_accuracy_norm"),
+    "choices": _CHOICES,
+    "pairs": _PAIRS,
+    "labels": _REWARDS,
     "none": (),
-    "mixed": ("exact_match", "f1", *_TEXT, *_JSON[1:], "choice_accuracy", "choice_accuracy_norm"),
+    "mixed": ("exact_match", "f1", *_TEXT, *_JSON[1:], *_CHOICES, *_PAIRS),
 }
-NOT_SHARES = ("loss", "perplexity")  # the others are between 0 and 1, and more is better
+LESS_IS_BETTER = ("loss", "perplexity")
+NOT_SHARES = (*LESS_IS_BETTER, "reward_margin")  # the others are between 0 and 1
+GUESSED = (*_CHOICES, *_PAIRS[:3])  # `Evaluation.chance` is about these
 
 
 def shown_metrics(kind: str) -> tuple[str, ...]:
     """The metrics that say something about such answers, in the order of tables."""
-    return (*NOT_SHARES, "accuracy", *_OF_KIND.get(kind, _JSON))
+    return (*LESS_IS_BETTER, "accuracy", *_OF_KIND.get(kind, _JSON))
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The adapter's score minus the base's, with its 95 % interval."""
+    """The adapter's score minus the base's, with its 95 % interval. The base compared with itself has a reward accuracy
+    of a half and a margin of 0."""
 
     difference: float
     low: float
@@ -68,7 +81,8 @@ class Example:
     expected: str
     base: str | None
     adapter: str
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # of base and adapter, by metric
+    # Of base and adapter, by metric; of a pair the log-probabilities of both answers: chosen and rejected.
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,7 @@ class Evaluation:
     examples: tuple[Example, ...]
     label: str = ""  # the short name of the file
     kind: Kind = "json"
-    chance: float | None = None  # accuracy of guessing, in multiple choice
+    chance: float | None = None  # accuracy of guessing: of choices and of pairs
     intervals: dict[str, Interval] = field(default_factory=dict)  # by metric; fields.NAME for a JSON field
     files: tuple[Evaluation, ...] = ()  # if there are several
     forgetting: Forgetting | None = None

@@ -1,24 +1,45 @@
-"""The rows of an evaluation: which stage and file they come from, and their documents as in training."""
+"""The rows of an evaluation: which stage and file they come from, and their documents as in training.
+
+What the rows of a file are for is seen in the file, not in the run: a run that was trained with dpo is tested on
+ordinary rows, and any run on pairs.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trillora.data.documents import Documents, fit
+from trillora.data.documents import NOTHING_LOST, Documents, fit
 from trillora.data.open import open_dataset
-from trillora.data.prepare import Dataset
+from trillora.data.prepare import ROWS_LOOKED_AT, Dataset
+from trillora.data.reading import readers
+from trillora.data.reading.files import DataFile
+from trillora.data.reading.parquet import ParquetDecoder
+from trillora.data.reading.readers import RowChoice
+from trillora.data.rendering.formats import picked
+from trillora.data.rendering.preferences import rows_shown_by
+from trillora.data.rendering.render import parse
+from trillora.data.rows import BadRow, Fault, RawRow, place
 from trillora.data.tokenizing.store import KINDS
+from trillora.early.training import check_files
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener
 from trillora.model.adapters import TEMPLATE_FILE
+from trillora.recipe.data_section import DataSection
 from trillora.recipe.load import RunRecipe
+from trillora.recipe.losses import Rows
 from trillora.recipe.schema import StageRecipe, stages_of
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import Tokenizer
+
+# A loss that has such rows. It is not computed.
+_LOSSES: dict[Rows, str] = {"answers": "sft", "pairs": "dpo", "labels": "kto"}
 
 
 def recipe_with_data(
@@ -34,8 +55,12 @@ def recipe_with_data(
     template = adapter / TEMPLATE_FILE
     if template.is_file():  # the run may have been copied here; its template was copied with it
         changes["chat_template"] = str(template)
+    train = stage.train
     if data is not None:
         changes |= {"path": str(data), "split": None}
+        if (rows := _rows_shown_by(str(data), section, train.rows)) != train.rows:
+            train = train.model_copy(update={"loss": _LOSSES[rows]})
+            changes |= {"format": "auto", "train_on": "auto"}
     elif section.split is None or not section.split.test:
         raise TrilloraError(
             "This run has no test rows of its own.",
@@ -46,7 +71,26 @@ def recipe_with_data(
         part = "stages" if run_recipe.recipe.stages else "phases" if run_recipe.recipe.phases else None
         prefix = f"{part}.{number}." if part else ""
         run_recipe.require(f"{prefix}data.path")
-    return stage.model_copy(update={"data": section.model_copy(update=changes)})
+    return stage.model_copy(update={"data": section.model_copy(update=changes), "train": train})
+
+
+def _rows_shown_by(path: str, data: DataSection, usual: Rows) -> Rows:
+    """What the rows of a local file are for. Other files are not downloaded for it: they are like the run's."""
+    if data.template is not None or data.format not in ("auto", "preference", "labelled"):
+        return usual  # these say what a row means
+    for _, row in itertools.islice(raw_rows(check_files(path), data.row_path), ROWS_LOOKED_AT):
+        if isinstance(row, RawRow):
+            with suppress(BadRow):
+                return rows_shown_by(picked(parse(row.raw), data.columns, data.drop_keys), usual)
+    return usual
+
+
+def raw_rows(files: Iterable[DataFile], row_path: str | None) -> Iterator[tuple[str, RawRow | Fault]]:
+    """The rows of all files, and where each is."""
+    with ParquetDecoder() as parquet:
+        for file in files:
+            for row in readers.read_rows(file, file.content(), parquet, RowChoice(row_path), consumed=lambda _: None):
+                yield place(file.name, row.member, row.line, row.nth), row
 
 
 def _stage_number(run_recipe: RunRecipe, names: list[str], name: str | None, *, needs_name: bool) -> int:
@@ -86,12 +130,15 @@ def read_rows(
 
 def _fitted(dataset: Dataset, part: str, sequence_length: int, listener: Listener) -> Documents:
     """Splits or drops long texts as in training. Other rows that are too long are dropped and counted, even if the
-    recipe refuses them: the run is finished, so its sequence length cannot change."""
+    recipe refuses them: the run is finished, so its sequence length cannot change. The sides of a pair are tested one
+    by one, so each has to fit."""
     documents = dataset.documents(part)
     kinds = dataset.store.rows["kind"][documents.rows_N]
-    fits = (documents.lengths_N <= sequence_length) | (kinds == KINDS.index("text"))
-    policy = "drop" if dataset.options.on_too_long == "drop" else "split"
-    kept, lost, _ = fit(documents.take(fits), kinds[fits], sequence_length, policy, dataset.store.place)
+    fits = (documents.longest_sides_N <= sequence_length) | (kinds == KINDS.index("text"))
+    kept, lost = documents.take(fits), NOTHING_LOST
+    if not documents.are_pairs:
+        policy = "drop" if dataset.options.on_too_long == "drop" else "split"
+        kept, lost, _ = fit(kept, kinds[fits], sequence_length, policy, dataset.store.place)
     num_lost = lost.num_rows + int((~fits).sum())
     if num_lost:
         rows = "1 row is" if num_lost == 1 else f"{num_lost:,} rows are"

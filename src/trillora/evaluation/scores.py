@@ -56,6 +56,11 @@ class Scores:
     # Of multiple choice: the choice with the highest log-probability, in total or per token.
     choice_accuracy: float | None = None
     choice_accuracy_norm: float | None = None
+    # Of pairs of answers, and of answers with a label (`kinds.preferences`).
+    pair_accuracy: float | None = None
+    pair_accuracy_norm: float | None = None
+    reward_accuracy: float | None = None  # of the adapter, against the base
+    reward_margin: float | None = None  # nats; may be negative
 
 
 METRICS = tuple(field.name for field in dataclasses.fields(Scores) if field.name != "fields")

@@ -28,7 +28,7 @@ class TokenMetrics:
     preferences: Preferences | None = None
 
 
-class Sums(Protocol):
+class RunningSums(Protocol):
     """Running sums in float64, so that the order of the batches does not matter."""
 
     def add(self, sums: Mapping[str, Any]) -> None:

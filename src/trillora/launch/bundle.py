@@ -26,7 +26,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from trillora.data.reading.files import expand
 from trillora.early.training import check_inputs
@@ -40,7 +40,8 @@ from trillora.launch.wheel import build_wheel, wheel_content
 from trillora.recipe import run_file, yaml
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.load import load_recipe
-from trillora.recipe.schema import EMBEDDED, Recipe
+from trillora.recipe.losses import LossOptions, is_file
+from trillora.recipe.schema import EMBEDDED, PhaseOptions, Recipe
 from trillora.recipe.section import Section
 from trillora.runs.files import ADAPTER
 from trillora.safe_text import visible_line
@@ -194,6 +195,9 @@ def _cached_wheel() -> Path:
         return build_wheel(folder)
 
 
+Options = TypeVar("Options", bound=PhaseOptions)
+
+
 class _Files:
     """The files of a bundle, and where each local path of the recipe is in it."""
 
@@ -252,13 +256,15 @@ def _moved(recipe: Recipe, files: _Files) -> Recipe:
     home = os.path.realpath(name) if os.path.isdir(name) else name  # a bare name counts from the current folder
     sections: dict[str, Any] = {
         "model": recipe.model.model_copy(update={"name": files.folder(home, "model.name")}),
-        "train": recipe.train.model_copy(update=_without_local_folder(recipe)),
+        "train": _moved_loss(recipe.train.model_copy(update=_without_local_folder(recipe)), files),
     }
     if recipe.data is not None:
         sections["data"] = _moved_data(recipe.data, files)
     for part in ("stages", "phases"):
         if (parts := getattr(recipe, part)) is not None:
-            sections[part] = tuple(p.model_copy(update={"data": _moved_data(p.data, files)}) for p in parts)
+            sections[part] = tuple(
+                _moved_loss(p.model_copy(update={"data": _moved_data(p.data, files)}), files) for p in parts
+            )
     start = recipe.lora.model_dump(by_alias=True).get("from")
     if start is not None:
         [field_name] = [name for name, info in type(recipe.lora).model_fields.items() if info.alias == "from"]
@@ -271,6 +277,18 @@ def _moved(recipe: Recipe, files: _Files) -> Recipe:
 def _without_local_folder(recipe: Recipe) -> dict[str, None]:
     place = recipe.train.checkpoint_dir
     return {"checkpoint_dir": None} if place is not None and "://" not in place else {}
+
+
+def _moved_loss(options: Options, files: _Files) -> Options:
+    """A loss may be a file of its own."""
+    if not isinstance(options, LossOptions):
+        return options
+
+    def moved(name: str) -> str:
+        return files.file(name, "train.loss") or name if is_file(name) else name
+
+    loss = moved(options.loss) if isinstance(options.loss, str) else tuple(map(moved, options.loss))
+    return options.model_copy(update={"loss": loss}) if loss != options.loss else options
 
 
 def _moved_data(data: DataSection, files: _Files) -> DataSection:

@@ -162,24 +162,26 @@ class DataSection(Section):
         description="Key of a row's weight in the loss, a number from 0 to 1000 (default: 1).",
     )
 
-    def check_rows(self, rows: Rows) -> None:
-        """Raises the conflict of an option with what the stage's loss needs its rows for."""
+    def check_rows(self, rows: Rows, place: str) -> None:
+        """Raises the conflict of an option with what the stage's loss needs its rows for. `place`: of this section."""
         loss = "train.loss: sft" if rows == "answers" else f"a train.loss of {rows}"
         formats = {"pairs": ("preference",), "labels": ("labelled", "preference")}.get(rows)
         if formats is None:
             if self.format in ("preference", "labelled"):
                 what = f"data.format: {self.format} does not fit {loss}, which learns one answer per row."
-                raise conflict("format", what, "set train.loss to dpo for pairs or to kto for labels, or use auto")
+                do = "set train.loss to dpo for pairs or to kto for labels, or use auto"
+                raise conflict(f"{place}.format", what, do)
             return
         if self.format not in ("auto", *formats):
             what = f"data.format: {self.format} does not fit {loss}."
-            raise conflict("format", what, f"use auto or {formats[0]}, or set train.loss: sft")
+            raise conflict(f"{place}.format", what, f"use auto or {formats[0]}, or set train.loss: sft")
         if self.template is not None:
             what = f"data.template makes rows with one answer and no label, which does not fit {loss}."
-            raise conflict("template", what, "name the columns in data.columns instead")
+            raise conflict(f"{place}.template", what, "name the columns in data.columns instead")
         if self.train_on in ("everything", "assistant"):
             what = f"data.train_on: {self.train_on} trains on the prompt too, which {loss} does not judge."
-            raise conflict("train_on", what, "leave it out: all answers after the prompt are trained on; or use last")
+            do = "leave it out: all answers after the prompt are trained on; or use last"
+            raise conflict(f"{place}.train_on", what, do)
 
     @field_validator("template_date")
     @classmethod

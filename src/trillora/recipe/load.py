@@ -26,6 +26,7 @@ from trillora.files.hub import HUB_ID_AT
 from trillora.files.user_path import check_letters, user_path
 from trillora.recipe import run_file, yaml
 from trillora.recipe.data_section import DataSection, SourceSection
+from trillora.recipe.losses import is_file
 from trillora.recipe.problems import (
     MAX_LETTERS,
     MAX_SHOWN,
@@ -68,8 +69,24 @@ def load_recipe(
         saved = run_file.read(file)
         recipe = _checked(saved.recipe, str(file), file.parent, overrides, flag, tiny)
         saved.require("", recipe, file)
-        return recipe
-    return _checked(_read_mapping(file), str(file), file.parent, overrides, flag, tiny)
+    else:
+        recipe = _checked(_read_mapping(file), str(file), file.parent, overrides, flag, tiny)
+    if flag is not None:
+        _refuse_own_loss(recipe, overrides, file)
+    return recipe
+
+
+def _refuse_own_loss(recipe: Recipe, overrides: Sequence[str] | Mapping[str, object], file: Path) -> None:
+    """A recipe in the folder of a run may have come with that run from another person, and its loss is a program."""
+    typed = {text if isinstance(overrides, Mapping) else text.partition("=")[0].strip() for text in overrides}
+    losses = {"train.loss": recipe.train.losses}
+    losses |= {f"stages.{number}.loss": stage.losses for number, stage in enumerate(recipe.stages or ())}
+    for option, names in losses.items():
+        own = next(filter(is_file, names), None)
+        if own is not None and option not in typed:
+            what = f"This recipe belongs to a run, and asks to run the code of a loss: {own}."
+            do = f"read the file; if you trust it, add {option}={own}"
+            raise TrilloraError(what, where=f"{file}, {option}", do=do)
 
 
 @dataclass(frozen=True)
@@ -313,8 +330,10 @@ def _locate(tree: dict[str, Any], folder: Path) -> None:
     for part in LISTS:
         if tree.get(part) is not None:
             tree[part] = _each(tree[part], _located_stage, folder, part)
-    if isinstance(train, Mapping) and isinstance(to := train.get("checkpoint_dir"), str):
-        tree["train"] = {**train, "checkpoint_dir": _located(to, folder, "train.checkpoint_dir")}
+    if isinstance(train, Mapping):
+        train = tree["train"] = _located_loss(train, folder, "train")
+        if isinstance(to := train.get("checkpoint_dir"), str):
+            tree["train"] = {**train, "checkpoint_dir": _located(to, folder, "train.checkpoint_dir")}
     if isinstance(lora, Mapping) and isinstance(start := lora.get("from"), str):
         tree["lora"] = {**lora, "from": _data_path(start, folder, "lora.from")}
     if isinstance(model, Mapping) and isinstance(name := model.get("name"), str) and name:
@@ -331,7 +350,19 @@ def _each(items: object, change: Callable[[Any, Path, str], Any], folder: Path, 
     return [change(item, folder, f"{where}.{n}") for n, item in enumerate(items)] if isinstance(items, list) else items
 
 
+def _located_loss(options: Mapping[str, object], folder: Path, where: str) -> dict[str, Any]:
+    """A loss may be a file."""
+
+    def located(name: object) -> object:
+        return _located(name, folder, f"{where}.loss") if isinstance(name, str) and is_file(name) else name
+
+    loss = options.get("loss")
+    found = [located(name) for name in loss] if isinstance(loss, list) else located(loss)
+    return {**options, "loss": found} if "loss" in options else dict(options)
+
+
 def _located_stage(stage: object, folder: Path, where: str) -> Any:
+    stage = _located_loss(stage, folder, where) if isinstance(stage, Mapping) else stage
     if isinstance(stage, Mapping) and isinstance(stage.get("data"), str | list | Mapping):
         data = as_mapping(DataSection, stage["data"])
         return {**stage, "data": _located_data(data, folder, f"{where}.data")}

@@ -4,7 +4,7 @@
     canonical("dpo")                # "sigmoid", TRL's name for DPO's loss
     rows_of(["sigmoid", "sft"])     # "pairs"
 
-The formulas are in `engine.preference`, the names are TRL's.
+The formulas are in `engine.preference.losses`, the names are TRL's.
 """
 
 from __future__ import annotations
@@ -186,3 +186,12 @@ def check_losses(train: LossOptions) -> None:
     if "exo_pair" in names and not train.label_smoothing:
         what = "train.loss: exo_pair needs train.label_smoothing above 0."
         raise conflict("label_smoothing", what, "set it to 0.001")
+
+
+def check_group(train: LossOptions, *, has_phases: bool, sweeps_beta: bool) -> None:
+    """Raises the conflict of a loss with what is trained together."""
+    if train.rows != "answers" and has_phases:
+        what = "A recipe with phases cannot have a loss of preferences."
+        raise conflict("train.loss", what, "use stages, or one run for each phase")
+    if train.rows == "answers" and sweeps_beta:
+        raise conflict("sweep.beta", "sweep.beta has no effect on train.loss: sft.", "remove it, or set train.loss")

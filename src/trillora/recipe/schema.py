@@ -24,25 +24,13 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.group_section import MAX_ADAPTERS, MergeSection, SweepSection
 from trillora.recipe.lora import LoraSection, TokenText
-from trillora.recipe.losses import LossOptions, check_losses, with_preference_rate
-from trillora.recipe.section import (
-    Auto,
-    Count,
-    Devices,
-    Rate,
-    Section,
-    Sequences,
-    Tokens,
-    as_mapping,
-    conflict,
-    merged,
-)
+from trillora.recipe.losses import LossOptions, check_group, check_losses, with_preference_rate
+from trillora.recipe.section import Auto, Count, Devices, Rate, Section, Sequences, Tokens, as_mapping, conflict, merged
 
 _DURATION = r"^([0-9]{1,6}h([0-9]{1,6}m)?|[0-9]{1,6}m([0-9]{1,6}s)?|[0-9]{1,6}s)$"
 EMBEDDED = "smollm2"  # the model that needs no hub
@@ -179,14 +167,9 @@ class TrainSection(StageOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_to_one_epoch(cls, value: object) -> Any:
+    def _default_length_and_rate(cls, value: object) -> Any:
         if isinstance(value, Mapping) and value.get("steps") is None and value.get("epochs") is None:
-            return {**value, "epochs": 1.0}
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_rate_of_preferences(cls, value: object) -> Any:
+            value = {**value, "epochs": 1.0}
         return with_preference_rate(value)
 
     @model_validator(mode="before")
@@ -197,12 +180,8 @@ class TrainSection(StageOptions):
         return value
 
     @model_validator(mode="after")
-    def _loss_has_its_options(self) -> TrainSection:
-        check_losses(self)
-        return self
-
-    @model_validator(mode="after")
     def _options_are_compatible(self) -> TrainSection:
+        check_losses(self)
         if self.decay_fraction is not None and self.schedule != "wsd":
             raise conflict(
                 "decay_fraction",
@@ -247,12 +226,16 @@ class StageSection(StageOptions):
     name: str = Field(pattern=NAME, description="Name of the stage.")
     data: DataSection = Field(description="The stage's training data: a path, or a mapping.")
     optimizer_state: Literal["carry", "restart"] = Field(
-        default="carry", description="Keep the optimizer state of the previous stage (carry), or reset it (restart)."
+        default="carry",
+        description="Keep the optimizer state of the previous stage (carry), or reset it (restart). The default is "
+        "restart for a stage with a loss of its own.",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _default_rate_of_preferences(cls, value: object) -> Any:
+    def _defaults_of_its_loss(cls, value: object) -> Any:
+        if isinstance(value, Mapping) and value.get("loss") is not None and value.get("optimizer_state") is None:
+            value = {**value, "optimizer_state": "restart"}  # gradients of another loss have another size
         return with_preference_rate(value)
 
     @model_serializer(mode="wrap")
@@ -458,7 +441,7 @@ class Recipe(Section):
         for field in ("stages", "phases"):
             self._check_parts(field, getattr(self, field) or ())
         if self.data is not None:
-            _check_rows(self.data, self.train, "data")
+            self.data.check_rows(self.train.rows, "data")
         return self
 
     def _check_parts(self, field: str, parts: Sequence[StageSection | PhaseSection]) -> None:
@@ -468,7 +451,7 @@ class Recipe(Section):
                 raise conflict(f"{field}[{number}].name", f"Two {field} are called {part.name}.", "rename one")
             names.add(part.name)
             try:
-                _check_rows(part.data, _train_of(self.train, part), f"{field}[{number}].data")
+                part.data.check_rows(_train_of(self.train, part).rows, f"{field}[{number}].data")
             except ValidationError as error:
                 found = error.errors(include_url=False)[0]
                 what, do = (found["ctx"][key].replace("train.", f"{field}[{number}].") for key in ("what", "do"))
@@ -500,6 +483,12 @@ class Recipe(Section):
             option = "hardware.mesh.adapter" if has_axis else "train.adapters_at_once"
             what = f"{option} applies only to a run that trains several adapters together."
             raise conflict(option, what, "remove it, or give phases or a sweep")
+        return self
+
+    @model_validator(mode="after")
+    def _compares_answers_where_it_can(self) -> Recipe:
+        betas = () if self.sweep is None else self.sweep.beta or ()
+        check_group(self.train, has_phases=self.phases is not None, sweeps_beta=bool(betas))
         return self
 
     @model_validator(mode="after")
@@ -564,15 +553,6 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
 def seconds_of(time_limit: str) -> int:
     """`8h30m` in seconds."""
     return sum(int(n) * {"h": 3600, "m": 60, "s": 1}[unit] for n, unit in re.findall(r"(\d+)([hms])", time_limit))
-
-
-def _check_rows(data: DataSection, train: TrainSection, place: str) -> None:
-    """Raises the conflict of the data with the loss, under the place of the data in the recipe."""
-    try:
-        data.check_rows(train.rows)
-    except PydanticCustomError as error:
-        context = error.context or {}
-        raise conflict(f"{place}.{context['key']}", str(context["what"]), str(context["do"])) from None
 
 
 def _train_of(train: TrainSection, part: StageSection | PhaseSection) -> TrainSection:

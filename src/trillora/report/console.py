@@ -1,7 +1,8 @@
 """Shows a run in a terminal, in a notebook and in a log file.
 
 A terminal gets a live panel at the bottom; lines worth keeping scroll above it. A log file gets one plain line per
-event, thinned out in long runs. A notebook cell cannot move the cursor, so it gets plain lines too, but fewer. A log:
+event, thinned out in long runs. A notebook gets fewer lines, below a panel that is updated in place; a command that a
+cell starts with `!` cannot move the cursor, and gets only these lines. A log:
 
     Progress("Loading weights", 269_042_688, 538_060_288, "bytes")  ->  Loading weights  269 MB of 538 MB
     Evaluated(step=50, loss=1.75, ...)  ->  evaluation at step 50  loss 1.7500  perplexity 5.75  accuracy 61.2%  best
@@ -14,34 +15,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
+from rich.console import Console
 
 from trillora.events import QUIET_SECONDS, Alarm, Event, Listener, Note, Progress
 from trillora.own_command import runnable
 from trillora.report.adapter_text import Adapters, Collector
-from trillora.report.live_panel import LivePanel
-from trillora.report.output import closed_pipe_safe, masked, unguarded
+from trillora.report.output import closed_pipe_safe, masked
+from trillora.report.panels.notebook import NotebookPanel
+from trillora.report.panels.terminal import LivePanel
 from trillora.report.plain_lines import LOG, NOTEBOOK, PlainLines
-from trillora.safe_text import visible
-
-
-class SafeConsole(Console):
-    """A console whose text cannot control the terminal; the colors are ours. All consoles of Trillora are of this
-    class. Text that takes part in a layout is made visible before that, because escapes change its width."""
-
-    def __init__(self, *, stderr: bool = False) -> None:
-        stream = unguarded(sys.stderr if stderr else sys.stdout)
-        super().__init__(file=stream, highlight=False, markup=False, emoji=False)
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else visible(text), style, control)
+from trillora.report.safe_console import SafeConsole
 
 
 @contextmanager
@@ -121,9 +108,13 @@ class _SlowWork:
                 self._show(self._waiting.pop(label)[1])
 
 
-def _choose_view(console: Console, adapters: Adapters, every_steps: int | None) -> PlainLines | LivePanel:
+def _choose_view(
+    console: Console, adapters: Adapters, every_steps: int | None
+) -> PlainLines | LivePanel | NotebookPanel:
+    if console.is_jupyter:
+        return NotebookPanel(console.file, adapters, every_steps)
     # A command that a notebook starts with `!` sees a terminal without a cursor. The variable is set in such processes.
-    if console.is_jupyter or (console.is_terminal and "JPY_PARENT_PID" in os.environ):
+    if console.is_terminal and "JPY_PARENT_PID" in os.environ:
         return PlainLines(console.file, NOTEBOOK, adapters, every_steps)
     if console.is_terminal and not console.is_dumb_terminal:
         return LivePanel(console, adapters)

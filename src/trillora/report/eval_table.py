@@ -9,7 +9,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trillora.evaluation.result import LABELS, NOT_SHARES, Evaluation, Example, Forgetting, Interval, shown_metrics
+from trillora.evaluation.result import (
+    GUESSED,
+    LABELS,
+    NOT_SHARES,
+    Evaluation,
+    Example,
+    Forgetting,
+    Interval,
+    shown_metrics,
+)
 from trillora.evaluation.scores import Scores, is_right
 from trillora.report.numbers import format_count
 from trillora.safe_text import visible
@@ -35,17 +44,20 @@ def show(evaluation: Evaluation, console: Console) -> None:
 
 def _answers(example: Example, lines: box.Box) -> Table:
     table = Table(box=lines, expand=True)
-    answers = {"expected": example.expected, "base": example.base, "adapter": example.adapter}
-    known = {name: text for name, text in answers.items() if text is not None}
-    for name in known:
-        table.add_column(name, ratio=1, overflow="fold", header_style="dim")
-    table.add_row(
-        *(
-            Text(_short(text), "green" if name != "expected" and is_right(example.expected, text) else "")
-            for name, text in known.items()
-        )
-    )
+    known = {name: text for name, text in (("base", example.base), ("adapter", example.adapter)) if text is not None}
+    of_pair = {name: found for name, found in example.scores.items() if "rejected" in found}
+    heads = ["chosen", *(f"{name} prefers" for name in known)] if of_pair else ["expected", *known]
+    for head in heads:
+        table.add_column(head, ratio=1, overflow="fold", header_style="dim")
+    cells = [Text(_short(text), "green" if is_right(example.expected, text) else "") for text in known.values()]
+    table.add_row(Text(_short(example.expected)), *cells)
+    if of_pair:
+        table.add_row(Text("log-probability", "dim"), *(Text(_log_probs(of_pair[name]), "dim") for name in known))
     return table
+
+
+def _log_probs(found: Mapping[str, float]) -> str:
+    return f"chosen {found['chosen']:,.1f}, rejected {found['rejected']:,.1f}"
 
 
 class _Metrics:
@@ -90,7 +102,7 @@ class _Metrics:
 
     def _scores(self, part: Evaluation, names: Sequence[str]) -> None:
         for name in names:
-            guess = part.chance if name.startswith("choice") else None
+            guess = part.chance if name in GUESSED else None
             before, after = _of(part.base, name), _of(part.adapter, name)
             self._row(LABELS[name], before, after, part.intervals.get(name), guess, share=name not in NOT_SHARES)
         for field in list(part.adapter.fields)[:NUM_FIELDS]:

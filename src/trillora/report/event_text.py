@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trillora.evaluation.scores import is_right
-from trillora.events import Chosen, Evaluated, Progress, Sample, Sampled, Saved, Step
+from trillora.events import Chosen, Evaluated, Preferences, Progress, Sample, Sampled, Saved, Step
 from trillora.report.numbers import format_bytes, format_duration, format_short
 from trillora.safe_text import visible
 
@@ -30,10 +30,22 @@ def chosen_line(chosen: Chosen) -> str:
 
 
 def evaluation_line(evaluated: Evaluated) -> str:
+    if (found := evaluated.preferences) is not None:
+        return (
+            f"evaluation {at(evaluated.step)}  loss {evaluated.loss:.4f}  pairs right {share_text(found)}  "
+            f"margin {found.rewards_margins:+.3f}  log-probability of chosen answers {found.logps_chosen:.1f}, "
+            f"of rejected {found.logps_rejected:.1f}{'  best' if evaluated.is_best else ''}"
+        )
     return (
         f"evaluation {at(evaluated.step)}  loss {evaluated.loss:.4f}  perplexity {evaluated.perplexity:.2f}  "
         f"accuracy {evaluated.accuracy:.1%}{'  best' if evaluated.is_best else ''}"
     )
+
+
+def share_text(found: Preferences) -> str:
+    """The share of right pairs with its interval."""
+    low, high = found.interval
+    return f"{found.rewards_accuracies:.1%} ({low:.0%} to {high:.0%})"
 
 
 def saved_line(saved: Saved) -> str:
@@ -82,7 +94,8 @@ def step_figures(step: Step, adapters: str = "") -> str:
     head = f"step {step.step:>{len(str(step.num_steps))}}/{step.num_steps}"
     if adapters:
         return f"{head}  mean loss {step.loss:.4f}  {adapters}"
-    return f"{head}  loss {step.loss:.4f}  lr {step.learning_rate:.2e}  grad {step.grad_norm:.3f}"
+    pairs = "" if step.preferences is None else f"  margin {step.preferences.rewards_margins:+.3f}"
+    return f"{head}  loss {step.loss:.4f}{pairs}  lr {step.learning_rate:.2e}  grad {step.grad_norm:.3f}"
 
 
 def num_skipped_text(num_skipped: int) -> str:

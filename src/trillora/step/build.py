@@ -36,7 +36,7 @@ from trillora.recipe.schema import Backend, StageRecipe
 from trillora.step.adapter_spec import check_layers, lora_spec
 from trillora.step.background import Program, compile_program
 from trillora.step.compiler_options import WITH_CUBLAS, Options, tpu_options
-from trillora.step.objective import batch_dtypes, evaluation_of, loss_chunk_positions, objective_of
+from trillora.step.loss.objective import batch_dtypes, evaluation_of, loss_chunk_positions, objective_of
 from trillora.step.shardings import shard_adapter, weight_shardings
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import StageRecipe
 from trillora.step.background import Program, compile_program
 from trillora.step.build import Assembly, assemble, lora_spec, zeros_of
-from trillora.step.objective import loss_chunk_positions, objective_of
+from trillora.step.loss.objective import loss_chunk_positions, objective_of
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig
@@ -185,10 +185,10 @@ def scaled(adapter: Pytree, scale: ArrayLike) -> Pytree:
 def scaled_objective(objective: Objective, scale: jax.Array) -> Objective:
     """The objective of an adapter whose change, and its reference's, is multiplied by `scale`."""
 
-    def scaled_sums(adapter: Tree, reference: Tree, *others: Any) -> tuple[jax.Array, Means]:
+    def scaled_sums(adapter: Tree, reference: Tree, *others: Pytree) -> tuple[jax.Array, Means]:
         return objective.sums(scaled(adapter, scale), scaled(reference, scale), *others)
 
-    def scaled_before(adapter: Tree, reference: Tree, *others: Any) -> Means:
+    def scaled_before(adapter: Tree, reference: Tree, *others: Pytree) -> Means:
         assert objective.before is not None
         return objective.before(scaled(adapter, scale), scaled(reference, scale), *others)
 

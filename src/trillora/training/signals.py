@@ -1,4 +1,4 @@
-"""External stop requests: signals and the time limit. The loop checks for them between steps.
+"""External stop requests: signals, the time limit and listeners. The loop checks for them between steps.
 
 During training, SIGTERM, SIGINT and SIGHUP are only recorded: the loop sees them, saves, and returns. Before the first
 step there is nothing to save, so they end the process, even while the compiler blocks Python's signal handlers: the
@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from trillora.errors import EXIT_STOPPED
+from trillora.events import Event, Listener, StopTraining
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 PATIENCE = 4.0  # seconds for the main thread to react to a signal before the process is ended
@@ -38,6 +39,7 @@ class Stop:
         self._started = time.monotonic()
         self._limit = time_limit
         self._signal: str | None = None
+        self._asked: str | None = None  # by a listener
         self._has_state_to_save = False
 
     @property
@@ -49,9 +51,22 @@ class Stop:
         """Why the run should stop instead of doing work that takes `next_seconds`; None if it may continue."""
         if self._signal is not None:
             return self._signal
+        if self._asked is not None:
+            return self._asked
         if self._limit is not None and time.monotonic() - self._started + next_seconds > self._limit:
             return "the time limit"
         return None
+
+    def heeding(self, listener: Listener) -> Listener:
+        """The listener, which may raise `StopTraining`."""
+
+        def listen(event: Event) -> None:
+            try:
+                listener(event)
+            except StopTraining as asked:
+                self._asked = f"the listener ({asked})" if str(asked) else "the listener"
+
+        return listen
 
     def begin_training(self) -> None:
         """From here on there is something to save: only the loop stops the run."""

@@ -78,6 +78,7 @@ def train(
     join_cluster(listener)
     limit = recipe.train.time_limit
     stop = Stop(seconds_of(limit) if limit else None)
+    listener = stop.heeding(listener)
     is_writer = jax.process_index() == 0
     with stop.listening():
         try:

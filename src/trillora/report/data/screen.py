@@ -18,12 +18,16 @@ from trillora.report.data.text import (
     bins_and_edge,
     nearby,
     nearby_first,
+    preference_warning,
     say_bin,
     say_epoch,
     say_example,
     say_lost,
     say_rows,
+    say_side,
     say_verdict,
+    sides_of,
+    title_of_lengths,
 )
 from trillora.report.numbers import format_bytes, format_count
 from trillora.safe_text import visible
@@ -79,6 +83,8 @@ def _show_rows(report: DataReport, console: Console) -> None:
     for name, value in say_rows(report):
         table.add_row(Text(name, "dim"), Text(value))
     _print(console, table)
+    if warning := preference_warning(report):
+        _print(console, Text(f"Warning: {warning}", "bold yellow"))
 
 
 def _show_remarks(report: DataReport, console: Console) -> None:
@@ -125,7 +131,7 @@ def _show_tokens(report: DataReport, console: Console) -> None:
 
 
 def _show_lengths(report: DataReport, console: Console) -> None:
-    _title(console, "Row lengths in tokens")
+    _title(console, title_of_lengths(report))
     lengths = report.lengths
     if lengths is not None:
         most = max(bin.rows for bin in lengths.bins)
@@ -165,9 +171,12 @@ def _show_example(example: ExampleFacts, console: Console) -> None:
     legend = [("trained", TRAINED), ("context", MASKED), ("special token", SPECIAL)]
     key = [part for word, style in legend for part in ((word, style), " ")] if has_colours else ["⟦trained⟧"]
     _print(console, Text.assemble(f"{nearby(example.place)}  {say_example(example)}  ", *key))
-    console.print()
-    short = shortened(example.pieces)
-    _print(console, coloured(short) if has_colours else bracketed(short))
+    for side in sides_of(example) or [example]:
+        console.print()
+        if side.side in ("chosen", "rejected"):
+            _print(console, Text(say_side(side), "bold"))
+        short = shortened(side.pieces)
+        _print(console, coloured(short) if has_colours else bracketed(short))
 
 
 def coloured(pieces: Iterable[ExcerptPiece | Gap]) -> Text:

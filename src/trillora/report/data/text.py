@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from trillora.data.lengths import Bin, Lengths
+from trillora.data.lengths import MOST_GOOD, Bin, LabelFacts, Lengths, PairFacts
 from trillora.data.prepare import DataProblem, reason_of
 from trillora.data.summary import DataReport, DataVerdict, ExampleFacts
 from trillora.report.numbers import format_count
@@ -37,15 +37,16 @@ def say_lost(report: DataReport) -> str:
     lost, lengths = report.lost, report.lengths
     if lost is None or lengths is None:
         return "There is no row to train on."
+    one = "pair" if report.pairs else "row"
     split = ""
     if lost.split_rows:
         texts = format_count(lost.split_rows, "long text is", "long texts are")
         split = f" {texts} split into pieces of {report.sequence_length:,} tokens."
     if not lost.rows:
-        rows = "every other row" if report.bad_rows else "every row"
-        none = "No row is too long" if report.bad_rows else "Nothing is lost"
+        rows = f"every other {one}" if report.bad_rows else f"every {one}"
+        none = f"No {one} is too long" if report.bad_rows else "Nothing is lost"
         return f"{none}:{split or f' {rows} fits into {report.sequence_length:,} tokens.'}"
-    rows = format_count(lost.rows, "row is", "rows are")
+    rows = format_count(lost.rows, f"{one} is", f"{one}s are")
     if lost.refused:  # the verdict has the numbers
         return f"{rows} too long; training would refuse.{split}"
     lengths_to_keep = f"{lost.length_that_keeps_all:,} tokens would keep all"
@@ -68,7 +69,7 @@ def say_epoch(report: DataReport) -> str:
     if not report.sequences:
         return "No sequence to train on."
     shapes = " and ".join(f"{length:,}" for length in report.sequence_lengths)
-    how = "packed" if report.pack else "one document each"
+    how = "packed" if report.pack else "one pair each" if report.pairs else "one document each"
     filler = ""
     if report.filler_sequences:
         filler = f", completed with {format_count(report.filler_sequences, 'empty one', 'empty ones')}"
@@ -100,8 +101,54 @@ def say_rows(report: DataReport) -> list[tuple[str, str]]:
         owner = report.chat_template.owner
         whose = "the tokenizer's own" if owner == "tokenizer" else visible(nearby(owner))
         facts.append(("chat template", f"{whose}  (sha256 {report.chat_template.sha256[:12]})"))
-    facts.append(("train on", f"auto  ({_auto(report.kinds)})" if report.train_on == "auto" else report.train_on))
+    facts += say_preferences(report)
+    facts.append(("train on", f"auto  ({_auto(report)})" if report.train_on == "auto" else report.train_on))
     return facts
+
+
+def say_preferences(report: DataReport) -> list[tuple[str, str]]:
+    """Name and value of each fact about pairs or labels."""
+    pairs, labels = report.pairs, report.labels
+    if pairs is not None:
+        equal = f"; equally long in {pairs.equally_long / pairs.pairs:.0%}" if pairs.equally_long else ""
+        return [
+            ("pairs", f"{pairs.pairs:,}, of {format_count(pairs.prompts, 'prompt', 'prompts')}"),
+            ("chosen answer", f"{pairs.mean_chosen:,.1f} tokens on average (rejected: {pairs.mean_rejected:,.1f})"),
+            ("longer answer", f"the chosen one in {pairs.chosen_longer / pairs.pairs:.0%} of the pairs{equal}"),
+        ]
+    return [] if labels is None else [("labels", f"{labels.good:,} good, {labels.bad:,} bad")]
+
+
+def preference_warning(report: DataReport) -> str | None:
+    """What a model could learn from these pairs or labels instead of what is meant, and what to change."""
+    if report.pairs is not None and report.pairs.warns:
+        return _length_warning(report.pairs)
+    if report.labels is not None and not report.labels.is_balanced:
+        return _balance_warning(report.labels)
+    return None
+
+
+def _length_warning(pairs: PairFacts) -> str:
+    is_longer = pairs.share_longer > 0.5
+    length, share = ("longer", pairs.share_longer) if is_longer else ("shorter", 1 - pairs.share_longer)
+    return (
+        f"The chosen answer is the {length} one in {share:.0%} of the pairs whose lengths differ: a model learns the "
+        "length first. Use train.loss: sigmoid_norm or simpo, which compare the mean over an answer's tokens, or set "
+        "train.ld_alpha below 1."
+    )
+
+
+def _balance_warning(labels: LabelFacts) -> str | None:
+    if not labels.good or not labels.bad:
+        return f"All answers are {'good' if labels.good else 'bad'}: there is nothing to compare. Add the other ones."
+    if not labels.balance:
+        return None  # the recipe gives one kind no weight
+    good, bad = labels.desirable_weight / labels.balance, labels.undesirable_weight * labels.balance
+    return (
+        f"All good answers together have {labels.balance:.2f} times the weight of the bad ones; 1 to 1.33 times is "
+        f"usual. Set train.desirable_weight from {good:.3g} to {good * MOST_GOOD:.3g}, or train.undesirable_weight "
+        f"from {bad / MOST_GOOD:.3g} to {bad:.3g}."
+    )
 
 
 _TRAINED_BY_AUTO = {
@@ -111,9 +158,11 @@ _TRAINED_BY_AUTO = {
 }
 
 
-def _auto(kinds: dict[str, int]) -> str:
+def _auto(report: DataReport) -> str:
     """What `data.train_on: auto` means for these rows."""
-    return ", ".join(words for kind, words in _TRAINED_BY_AUTO.items() if kinds.get(kind)) or "no row"
+    if report.pairs is not None or report.labels is not None:
+        return "the answers after the prompt"
+    return ", ".join(words for kind, words in _TRAINED_BY_AUTO.items() if report.kinds.get(kind)) or "no row"
 
 
 def say_bin(bin: Bin) -> str:
@@ -136,7 +185,29 @@ def say_example(example: ExampleFacts) -> str:
     """What the row is, and how much of it is trained."""
     turns = f" of {format_count(example.turns, 'turn', 'turns')}" if example.turns else ""
     shape = f" ({example.shape})" if example.shape else ""
-    return f"{example.kind}{turns}{shape}, {example.trained_tokens:,} of {example.tokens:,} tokens trained"
+    if example.rejected is not None:
+        return f"{example.kind}{turns}{shape}, two answers"
+    label = f", a {example.side} answer" if example.side else ""
+    return f"{example.kind}{turns}{shape}{label}, {_share_trained(example)}"
+
+
+def say_side(side: ExampleFacts) -> str:
+    """Which answer of a pair it is, and how much of it is trained."""
+    return f"{side.side}: {_share_trained(side)}"
+
+
+def _share_trained(example: ExampleFacts) -> str:
+    return f"{example.trained_tokens:,} of {example.tokens:,} tokens trained"
+
+
+def sides_of(example: ExampleFacts) -> list[ExampleFacts]:
+    """The sides of a pair; none of another row."""
+    return [] if example.rejected is None else [example, example.rejected]
+
+
+def title_of_lengths(report: DataReport) -> str:
+    pairs = "Lengths of pairs in tokens (both answers, each with the prompt)"
+    return pairs if report.pairs is not None else "Row lengths in tokens"
 
 
 def _counts(counts: dict[str, int], separator: str = ", ") -> str:

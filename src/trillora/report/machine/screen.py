@@ -14,8 +14,8 @@ from trillora.devices.chips import CHIPS
 from trillora.devices.measured import MeasuredChip
 from trillora.doctor import Finding
 from trillora.own_command import runnable
-from trillora.report.console import SafeConsole
 from trillora.report.numbers import format_count
+from trillora.report.safe_console import SafeConsole
 from trillora.safe_text import visible
 
 STYLES = {"ok": "green", "refused": "bold red", "skipped": "yellow"}

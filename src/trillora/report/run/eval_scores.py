@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trillora.evaluation.result import LABELS, NOT_SHARES, shown_metrics
+from trillora.evaluation.result import GUESSED, LABELS, NOT_SHARES, shown_metrics
 from trillora.report.numbers import format_number, format_percent
 from trillora.report.run.answers import MAX_SAMPLES, Conversation, answer, conversation
 from trillora.report.run.parse import count, finite, mapping, mappings, number, words
@@ -138,7 +138,7 @@ def _table(found: dict[str, Any], metrics: Sequence[str]) -> ScoreTable:
     names = ("base", "adapter", "change, 95 %" if changes else "", "majority guess" if guess or chance else "")
     rows = []
     for name in metrics:
-        change, guessed = mapping(changes.get(name)), chance if name.startswith("choice") else None
+        change, guessed = mapping(changes.get(name)), chance if name in GUESSED else None
         values = [base.get(name), adapter.get(name), guessed]
         rows.append(_row(LONGER_LABELS[name], values, change, share=name not in NOT_SHARES))
     of_base, of_adapter = (mapping(part.get("fields")) for part in (base, adapter))
@@ -209,11 +209,19 @@ def _examples(found: dict[str, Any]) -> list[Conversation]:
     shown = []
     for example in mappings(found.get("examples"))[:MAX_SAMPLES]:
         expected = example.get("expected")
-        known = None if expected is None else words(expected)
+        known, scores = None if expected is None else words(expected), mapping(example.get("scores"))
         sides = [
-            answer(kind, label, words(example.get(name)), known)
+            answer(kind, label + _log_probs(scores.get(name)), words(example.get(name)), known)
             for kind, label, name in (("before", "Base", "base"), ("after", "Adapter", "adapter"))
             if example.get(name) is not None
         ]
         shown.append(conversation(words(example.get("prompt")), sides, known))
     return shown
+
+
+def _log_probs(found: object) -> str:
+    """Of both answers of a pair."""
+    chosen, rejected = (finite(mapping(found).get(name)) for name in ("chosen", "rejected"))
+    if chosen is None or rejected is None:
+        return ""
+    return f" prefers (log-probabilities: chosen {format_number(chosen)}, rejected {format_number(rejected)})"

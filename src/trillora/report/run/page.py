@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.data.excerpt import ExcerptPiece, Gap, shortened
+from trillora.events import Preferences
 from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
 from trillora.own_command import runnable
@@ -133,14 +134,27 @@ def _machine(run: RunRecord) -> str:
     return f"{num_devices} x {device}" if device and num_devices > 1 else device
 
 
+def _preference_figures(before: Preferences, after: Preferences) -> list[Tile]:
+    shares = [format_percent(round(found.rewards_accuracies, 2)) for found in (before, after)]
+    logps = [format_number(found.logps_chosen) for found in (before, after)]
+    return [
+        Tile(f"of {after.pairs:,.0f} pairs right", shares[1], before=shares[0]),
+        Tile("reward margin", format_number(after.rewards_margins), before=format_number(before.rewards_margins)),
+        Tile("log-probability of chosen answers", logps[1], before=logps[0]),
+    ]
+
+
 def _figures(run: RunRecord) -> list[Tile]:
     tiles = []
     pair = before_and_after(run)
     if pair is not None:
         before, after = pair
         tiles.append(Tile("evaluation loss", format_number(after.loss), before=format_number(before.loss)))
-        tiles.append(Tile("perplexity", format_number(after.perplexity), before=format_number(before.perplexity)))
-        if math.isfinite(before.accuracy) and math.isfinite(after.accuracy):
+        if after.preferences is not None and before.preferences is not None:
+            tiles += _preference_figures(before.preferences, after.preferences)
+        else:
+            tiles.append(Tile("perplexity", format_number(after.perplexity), before=format_number(before.perplexity)))
+        if after.preferences is None and math.isfinite(before.accuracy) and math.isfinite(after.accuracy):
             shares = [format_percent(round(share, 2)) for share in (before.accuracy, after.accuracy)]
             tiles.append(Tile("token accuracy", shares[1], before=shares[0]))
     elif run.steps:

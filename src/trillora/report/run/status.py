@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from trillora.events import Evaluated, Step
+from trillora.events import Evaluated, Preferences, Step
 from trillora.own_command import runnable
 from trillora.report.numbers import format_count, format_duration, format_number, format_percent
 from trillora.report.run.adapter_tables import summary
@@ -81,11 +81,32 @@ def _change_of_loss(run: RunRecord) -> tuple[str, ...]:
     change = after.loss / before.loss - 1
     how = "fell" if change < 0 else "rose"
     until = "" if step_of_adapter(run) == after.step else f" until step {after.step:,}"
+    if before.preferences is not None and after.preferences is not None:
+        return change_of_preferences(before.preferences, after.preferences, until)
     words = f"Evaluation loss {how} by {format_percent(round(abs(change), 2))}{until}, "
     words += f"from {format_number(before.loss)} to {format_number(after.loss)}"
     if math.isfinite(before.accuracy) and math.isfinite(after.accuracy):
         words += f"; token accuracy changed from {format_percent(before.accuracy)} to {format_percent(after.accuracy)}"
     return (f"{words}.",)
+
+
+def change_of_preferences(before: Preferences, after: Preferences, until: str) -> tuple[str, ...]:
+    """How many pairs are right now, and a word about log-probabilities that fall."""
+    first, last = (format_percent(round(found.rewards_accuracies, 2)) for found in (before, after))
+    low, high = (format_percent(round(bound, 2)) for bound in after.interval)
+    words = (
+        f"The chosen answer is preferred in {last} ({low} to {high}) of {after.pairs:,.0f} held-out pairs{until}, "
+        f"before in {first}; the margin is {format_number(after.rewards_margins)}."
+    )
+    chosen, rejected = after.logps_chosen - before.logps_chosen, after.logps_rejected - before.logps_rejected
+    if chosen >= 0 or rejected >= 0:
+        return (words,)
+    both = (
+        f"Chosen and rejected answers both became less likely ({format_number(chosen)} and {format_number(rejected)} "
+        "nats). That is normal for losses that compare answers: the margin counts. If answers get worse, add "
+        "sft to train.loss, or use ipo or apo_zero."
+    )
+    return (words, both)
 
 
 def before_and_after(run: RunRecord) -> tuple[Evaluated, Evaluated] | None:

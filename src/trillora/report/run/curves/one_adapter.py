@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from math import isfinite
 
-from trillora.events import Step
+from trillora.events import Preferences, Step
 from trillora.report.numbers import format_number, format_rate, format_short
 from trillora.report.run.curves.chart import (
     MAX_MARKS,
@@ -22,6 +23,11 @@ from trillora.report.run.curves.chart import (
 )
 from trillora.report.run.read import RunRecord
 
+_PREFERENCES: dict[str, Callable[[Preferences], float]] = {
+    "Reward margin": lambda found: found.rewards_margins,
+    "Log-probability of chosen answers": lambda found: found.logps_chosen,
+}
+
 
 def curves(run: RunRecord) -> Drawings:
     if not run.steps and not run.evaluations:
@@ -34,6 +40,9 @@ def curves(run: RunRecord) -> Drawings:
             run, "Tokens per second", lambda step: step.tokens_per_second, format_short, True, first, last, borders
         ),
     ]
+    for title, of_preferences in _PREFERENCES.items():
+        value_of = functools.partial(_of_preferences, of_preferences)
+        small.append(small_chart(run, title, value_of, format_number, True, first, last, borders))
     loss = _loss(run, first, last, borders)
     return Drawings([loss.drawn()] if loss else [], [chart.drawn() for chart in small if chart])
 
@@ -130,12 +139,16 @@ def small_chart(
         first=first,
         last=last,
         format=format,
-        low=0.0,
-        high=max(y for _, y in points),
+        low=min(0.0, *(y for _, y in points)),
+        high=max(0.0, *(y for _, y in points)),
         borders=borders,
         hover=[(x, f"step {int(x):,}\n{format(y)}") for x, y in spread(points, MAX_STRIPS)],
         small=True,
     )
+
+
+def _of_preferences(value_of: Callable[[Preferences], float], step: Step) -> float | None:
+    return None if step.preferences is None else value_of(step.preferences)
 
 
 def _finite(steps: Iterable[Step], value_of: Callable[[Step], float | None]) -> list[Point]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trillora.recipe.from_data import is_data_file, options_from_data, recipe_text
+from trillora.early.from_data import is_data_file, options_from_data, recipe_text
 from trillora.recipe.load import load_recipe
 
 

@@ -21,17 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.nn import log_sigmoid, sigmoid
 
-from trillora.engine.step import Batch, Counts, Mean, Means
+from trillora.engine.preference.answers import NOTHING, Answers, Pairs
+from trillora.engine.step import Batch, Mean, Means
 
-SHORTEST = 2  # tokens of a document: one that is read and one that is predicted
 CERTAIN = -1e-6  # log-probabilities of an answer above this are taken as this, where 1 - p is a divisor
 DISCOVERED = 0.05  # the temperature of `discopop`, from its paper
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected")
@@ -47,120 +44,6 @@ class LossNumbers(NamedTuple):
     cpo_alpha: float = 1.0
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The answers of a batch. Arrays of tokens [B, T] become arrays of answers [B, K]."""
-
-    segments_BT: jax.Array
-    weights_BT: jax.Array
-    counts: Counts  # of the whole batch
-
-    @classmethod
-    def of(cls, batch: Batch, counts: Counts) -> Self:
-        return cls(batch["segments"], batch["weights"], counts)
-
-    @property
-    def is_counted_BT(self) -> jax.Array:
-        return self.weights_BT != 0
-
-    @cached_property
-    def _is_of_BKT(self) -> jax.Array:
-        """Which tokens belong to which answer. It is never in memory: it is a part of the sums over it."""
-        most = self.segments_BT.shape[1] // (2 * SHORTEST) * 2
-        return self.segments_BT[:, None, :] == jnp.arange(1, max(most, 2) + 1)[None, :, None]
-
-    def all_sums(self, values_BT: jax.Array) -> jax.Array:
-        """The sum over the trained tokens of every answer [B, K]."""
-        counted = jnp.where(self.is_counted_BT, values_BT, 0)
-        return jnp.where(self._is_of_BKT, counted[:, None, :], 0).sum(-1)
-
-    @cached_property
-    def lengths_BK(self) -> jax.Array:
-        """Trained tokens of every answer; 0 where there is none."""
-        return self.all_sums(jnp.ones_like(self.weights_BT))
-
-    @cached_property
-    def exists_BK(self) -> jax.Array:
-        return self.lengths_BK > 0
-
-    @cached_property
-    def weight_BK(self) -> jax.Array:
-        """The weight of the row, zero where there is no answer; negative for a rejected or a bad one."""
-        return self.all_sums(self.weights_BT) / jnp.maximum(self.lengths_BK, 1)
-
-    def means(self, values_BT: jax.Array) -> jax.Array:
-        """The mean over the trained tokens of every answer."""
-        return self.sums(values_BT) / self.lengths
-
-    def sums(self, values_BT: jax.Array) -> jax.Array:
-        """Like `all_sums`. An answer that does not exist has -1, with which every loss and its gradient are finite."""
-        return jnp.where(self.exists_BK, self.all_sums(values_BT), -1.0)
-
-    @property
-    def lengths(self) -> jax.Array:
-        return jnp.maximum(self.lengths_BK, 1)
-
-    @property
-    def is_good(self) -> jax.Array:
-        """The label of every answer."""
-        return self.weight_BK > 0
-
-    @property
-    def total_weight(self) -> jax.Array:
-        """The weight of all answers of the batch, not only of these."""
-        return self.counts.divisor
-
-    def of_tokens(self, values_BK: jax.Array) -> jax.Array:
-        """The value of its answer for every token [B, T], 0 for padding."""
-        padded = jnp.pad(values_BK, ((0, 0), (1, 0)))
-        index = jnp.minimum(self.segments_BT, padded.shape[1] - 1)
-        return jnp.take_along_axis(padded, index, axis=1)
-
-    @cached_property
-    def places_BT(self) -> jax.Array:
-        """The number of trained tokens of the same answer that come before."""
-        ends_BK = jnp.cumsum(self.lengths_BK, axis=1)
-        before_BT = jnp.cumsum(self.is_counted_BT, axis=1) - self.is_counted_BT
-        return before_BT - self.of_tokens(ends_BK - self.lengths_BK)
-
-
-class Pairs(Answers):
-    """The pairs of a batch. What is an array [B, K] for answers is two arrays [B, P], of chosen and rejected ones."""
-
-    @staticmethod
-    def both(values_BK: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return values_BK[:, 0::2], values_BK[:, 1::2]
-
-    def sums(self, values_BT: jax.Array) -> tuple[jax.Array, jax.Array]:  # type: ignore[override]
-        """The sums over the trained tokens of the chosen and of the rejected answers [B, P]."""
-        return self.both(super().sums(values_BT))
-
-    def means(self, values_BT: jax.Array) -> tuple[jax.Array, jax.Array]:  # type: ignore[override]
-        (chosen, rejected), (num_chosen, num_rejected) = self.sums(values_BT), self.lengths
-        return chosen / num_chosen, rejected / num_rejected
-
-    @property
-    def lengths(self) -> tuple[jax.Array, jax.Array]:  # type: ignore[override]
-        """The numbers of trained tokens."""
-        return self.both(jnp.maximum(self.lengths_BK, 1))
-
-    @property
-    def pair_weight_BP(self) -> jax.Array:
-        return self.weight_BK[:, 0::2]
-
-    def token_mean(self, values_BT: jax.Array) -> jax.Array:
-        """Numbers [B, P] whose mean over all pairs is the mean of `values_BT` over all tokens of chosen answers."""
-        return self.sums(values_BT)[0] * self.counts.divisor / self.counts.num_wanted
-
-    def shortened(self, values_BT: jax.Array, alpha: float) -> jax.Array:
-        """The values, times `alpha` after as many tokens as the shorter answer of the pair has."""
-        if isinstance(alpha, float) and alpha == 1:
-            return values_BT
-        shorter_BP = jnp.minimum(*self.lengths)
-        limit_BT = self.of_tokens(jnp.repeat(shorter_BP, 2, axis=1))
-        return values_BT * jnp.where(self.places_BT < limit_BT, 1.0, alpha)
 
 
 PairLoss = Callable[[jax.Array, jax.Array, Pairs, LossNumbers], jax.Array]
@@ -183,7 +66,7 @@ def _mean_ratios(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossN
 
 def _smoothed(margin: jax.Array, n: LossNumbers) -> jax.Array:
     e = n.label_smoothing
-    return -(1 - e) * log_sigmoid(margin) - e * log_sigmoid(-margin) if e else -log_sigmoid(margin)
+    return -(1 - e) * jax.nn.log_sigmoid(margin) - e * jax.nn.log_sigmoid(-margin) if e else -jax.nn.log_sigmoid(margin)
 
 
 def dpo(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -> jax.Array:
@@ -203,24 +86,24 @@ def ipo(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -
 def robust(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -> jax.Array:
     chosen, rejected = _ratios(policy, reference, pairs, n)
     margin, e = chosen - rejected, n.label_smoothing
-    return (-(1 - e) * log_sigmoid(margin) + e * log_sigmoid(-margin)) / (1 - 2 * e)
+    return (-(1 - e) * jax.nn.log_sigmoid(margin) + e * jax.nn.log_sigmoid(-margin)) / (1 - 2 * e)
 
 
 def exo_pair(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -> jax.Array:
     chosen, rejected = _ratios(policy, reference, pairs, n)
     margin, e = chosen - rejected, n.label_smoothing
-    agrees = sigmoid(margin) * (log_sigmoid(margin) - math.log1p(-e))
-    return agrees + sigmoid(-margin) * (log_sigmoid(-margin) - math.log(e))
+    agrees = jax.nn.sigmoid(margin) * (jax.nn.log_sigmoid(margin) - math.log1p(-e))
+    return agrees + jax.nn.sigmoid(-margin) * (jax.nn.log_sigmoid(-margin) - math.log(e))
 
 
 def nca_pair(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -> jax.Array:
     chosen, rejected = _ratios(policy, reference, pairs, n)
-    return -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
+    return -jax.nn.log_sigmoid(chosen) - 0.5 * jax.nn.log_sigmoid(-chosen) - 0.5 * jax.nn.log_sigmoid(-rejected)
 
 
 def bco_pair(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -> jax.Array:
     chosen, rejected = _ratios(policy, reference, pairs, n)
-    return -log_sigmoid(chosen) - log_sigmoid(-rejected)
+    return -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected)
 
 
 def sppo_hard(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -> jax.Array:
@@ -230,19 +113,19 @@ def sppo_hard(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumb
 
 def apo_zero(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -> jax.Array:
     chosen, rejected = _ratios(policy, reference, pairs, n)
-    return 1 - sigmoid(chosen) + sigmoid(rejected)
+    return 1 - jax.nn.sigmoid(chosen) + jax.nn.sigmoid(rejected)
 
 
 def apo_down(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -> jax.Array:
     chosen, rejected = _ratios(policy, reference, pairs, n)
-    return sigmoid(chosen) + 1 - sigmoid(chosen - rejected)
+    return jax.nn.sigmoid(chosen) + 1 - jax.nn.sigmoid(chosen - rejected)
 
 
 def discopop(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -> jax.Array:
     chosen, rejected = _ratios(policy, reference, pairs, n)
     margin = chosen - rejected
-    share = sigmoid(margin / DISCOVERED)
-    return (1 - share) * -log_sigmoid(margin) + share * jnp.exp(-margin)
+    share = jax.nn.sigmoid(margin / DISCOVERED)
+    return (1 - share) * -jax.nn.log_sigmoid(margin) + share * jnp.exp(-margin)
 
 
 def sigmoid_norm(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -> jax.Array:
@@ -270,7 +153,7 @@ def simpo(policy: jax.Array, _reference: jax.Array, pairs: Pairs, n: LossNumbers
 def orpo(policy: jax.Array, reference: jax.Array, pairs: Pairs, n: LossNumbers) -> jax.Array:
     chosen, rejected = pairs.means(policy)
     log_odds = (chosen - rejected) - (_log_not(chosen) - _log_not(rejected))
-    return sft(policy, reference, pairs, n) - n.beta * log_sigmoid(log_odds)
+    return sft(policy, reference, pairs, n) - n.beta * jax.nn.log_sigmoid(log_odds)
 
 
 def _log_not(log_p: jax.Array) -> jax.Array:
@@ -289,12 +172,12 @@ def kto(policy: jax.Array, reference: jax.Array, answers: Answers, n: LossNumber
     shift = jnp.maximum(mean.sum / mean.weight, 0)
     ratio = answers.sums(policy - reference)
     signed = jnp.where(answers.is_good, ratio - shift, shift - ratio)
-    return _label_weight(answers, n) * (1 - sigmoid(n.beta * signed))
+    return _label_weight(answers, n) * (1 - jax.nn.sigmoid(n.beta * signed))
 
 
 def apo_zero_unpaired(policy: jax.Array, reference: jax.Array, answers: Answers, n: LossNumbers) -> jax.Array:
     reward = n.beta * answers.sums(policy - reference)
-    return _label_weight(answers, n) * jnp.where(answers.is_good, 1 - sigmoid(reward), sigmoid(reward))
+    return _label_weight(answers, n) * jnp.where(answers.is_good, 1 - jax.nn.sigmoid(reward), jax.nn.sigmoid(reward))
 
 
 def _label_weight(answers: Answers, n: LossNumbers) -> jax.Array:
@@ -312,24 +195,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     },
 }
 LABEL_LOSSES: Mapping[str, LabelLoss] = {"kto": kto, "apo_zero_unpaired": apo_zero_unpaired}
-NOTHING = Counts(jnp.float32(1), jnp.float32(0), jnp.float32(1), {})
 REWARD_OF_MEANS = ("simpo", "orpo")  # losses whose rewards are means over tokens
-
-
-def counts_of_pairs(batch: Batch) -> Counts:
-    """The divisor is the number of pairs: the sum of their weights."""
-    return _counts(batch, Pairs.of(batch, NOTHING).pair_weight_BP.sum())
-
-
-def counts_of_labels(batch: Batch) -> Counts:
-    return _counts(batch, jnp.abs(Answers.of(batch, NOTHING).weight_BK).sum())
-
-
-def _counts(batch: Batch, total: jax.Array) -> Counts:
-    weights = batch["weights"]
-    num_wanted = jnp.where(weights > 0, weights, 0).sum()
-    num_tokens = (weights != 0).sum(dtype=jnp.float32)
-    return Counts(jnp.where(total > 0, total, 1), num_tokens, jnp.maximum(num_wanted, 1), {})
 
 
 def sum_of_pairs(
@@ -347,7 +213,10 @@ def sum_of_pairs(
     chosen, rejected = pairs.means(policy - reference) if reward_of_means else pairs.sums(policy - reference)
     chosen, rejected = numbers.beta * chosen, numbers.beta * rejected
     of_chosen, of_rejected = pairs.means(policy) if reward_of_means else pairs.sums(policy)
-    values = (chosen, rejected, chosen > rejected, of_chosen, of_rejected)
+    is_right = (chosen > rejected) + 0.5 * (
+        chosen == rejected
+    )  # equal rewards are a coin toss; TRL counts them as wrong
+    values = (chosen, rejected, is_right, of_chosen, of_rejected)
     means = {
         name: Mean((weight * jax.lax.stop_gradient(value)).sum(), weight.sum())
         for name, value in zip(METRICS, values, strict=True)
@@ -369,7 +238,8 @@ def sum_of_labels(
     good, bad = (weight * (answers.is_good == is_good) for is_good in (True, False))
     log_p = jax.lax.stop_gradient(answers.sums(policy))
     reward = numbers.beta * jax.lax.stop_gradient(answers.sums(policy - reference))
-    is_right = jnp.where(answers.is_good, reward, -reward) > 0
+    signed = jnp.where(answers.is_good, reward, -reward)
+    is_right = (signed > 0) + 0.5 * (signed == 0)
     values = ((good, reward), (bad, reward), (weight, is_right), (good, log_p), (bad, log_p))
     means = {name: Mean((own * value).sum(), own.sum()) for name, (own, value) in zip(METRICS, values, strict=True)}
     return (weight * jnp.where(weight > 0, total, 0)).sum(), means

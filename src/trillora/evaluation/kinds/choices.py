@@ -23,14 +23,13 @@ import numpy as np
 from trillora.data.open import chat_template, open_dataset
 from trillora.data.questions import question_of
 from trillora.data.reading.files import expand
-from trillora.data.reading.parquet import ParquetDecoder
-from trillora.data.reading.readers import RowChoice, read_rows
 from trillora.data.rendering.render import parse
-from trillora.data.rows import BadRow, Fault, place
+from trillora.data.rows import BadRow, Fault
 from trillora.errors import TrilloraError
 from trillora.evaluation.bootstrap import Sums, shares
 from trillora.evaluation.likelihood import Continuation, Likelihood
 from trillora.evaluation.result import Example
+from trillora.evaluation.rows import raw_rows
 from trillora.events import Event, Listener, Note
 from trillora.recipe.schema import StageRecipe
 
@@ -137,16 +136,13 @@ def chance(questions: Sequence[ChoiceQuestion]) -> float:
 
 def _rows(path: str, row_path: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of all files of a path, and where each is."""
-    with ParquetDecoder() as parquet:
-        for file in expand([path]):
-            for row in read_rows(file, file.content(), parquet, RowChoice(row_path), consumed=lambda _: None):
-                where = place(file.name, row.member, row.line, row.nth)
-                if isinstance(row, Fault):
-                    raise TrilloraError(row.what, where=where, do=row.do)
-                try:
-                    yield where, parse(row.raw)
-                except BadRow as error:
-                    raise TrilloraError(error.what, where=where, do=error.do) from None
+    for where, row in raw_rows(expand([path]), row_path):
+        if isinstance(row, Fault):
+            raise TrilloraError(row.what, where=where, do=row.do)
+        try:
+            yield where, parse(row.raw)
+        except BadRow as error:
+            raise TrilloraError(error.what, where=where, do=error.do) from None
 
 
 def _question(row: dict[str, Any], where: str) -> ChoiceQuestion:

@@ -22,16 +22,13 @@ from trillora.engine.loss import (
     token_scores,
     totals,
 )
-from trillora.engine.preference import (
+from trillora.engine.preference.answers import Answers, Pairs, counts_of_labels, counts_of_pairs
+from trillora.engine.preference.losses import (
     LABEL_LOSSES,
     METRICS,
     PAIR_LOSSES,
     REWARD_OF_MEANS,
-    Answers,
     LossNumbers,
-    Pairs,
-    counts_of_labels,
-    counts_of_pairs,
     divergence_of,
     sum_of_labels,
     sum_of_pairs,
@@ -39,7 +36,9 @@ from trillora.engine.preference import (
 from trillora.engine.step import Batch, Counts, Evaluation, Loss, Means, Objective, Sums, token_objective
 from trillora.model.bridge import CausalLM, Inputs
 from trillora.model.layout import Tree
+from trillora.recipe.losses import is_file
 from trillora.recipe.schema import StageRecipe, TrainSection
+from trillora.step.loss.own_loss import load_loss
 from trillora.step.shardings import with_whole_head
 
 OTHER = "other_"  # arrays of a batch in which every question has the answer of another row
@@ -129,7 +128,8 @@ def _preference_sums(
         return lambda policy, reference, batch, counts: sum_of_labels(
             of_labels, policy, reference, Answers.of(batch, counts), numbers
         )
-    of_pairs = [(factor, PAIR_LOSSES[name]) for factor, name in zip(factors, names, strict=True)]
+    known = (load_loss(name) if is_file(name) else PAIR_LOSSES[name] for name in names)
+    of_pairs = list(zip(factors, known, strict=True))
     are_means = names[0] in REWARD_OF_MEANS
     return lambda policy, reference, batch, counts: sum_of_pairs(
         of_pairs, policy, reference, Pairs.of(batch, counts), numbers, reward_of_means=are_means

@@ -1,0 +1,1 @@
+"""Losses of preferences, from log-probabilities of tokens."""

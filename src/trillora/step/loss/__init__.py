@@ -1,0 +1,1 @@
+"""What a step minimizes: the functions that call the model, and losses that people write."""

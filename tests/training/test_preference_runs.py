@@ -1,0 +1,169 @@
+"""Runs with losses of preferences: stages, their reference, several adapters, and what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_run
+from safetensors.numpy import load
+from tiny_run import assert_same, checkpoints_of, copy_interrupted, metrics
+
+from trillora.errors import TrilloraError
+from trillora.model.adapters import load_adapter
+from trillora.recipe.load import load_recipe
+from trillora.training.trainer import train
+
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
+SPLIT = {"validation": 0.25, "test": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_run.write_both(tmp_path_factory.mktemp("tiny"), tiny_run.llama(num_layers=1))
+    tiny_run.write_pairs(folder / "pairs.jsonl")
+    tiny_run.write_labels(folder / "labels.jsonl")
+    return folder
+
+
+def recipe(folder: Path, file: str = "pairs.jsonl", **sections: Any) -> dict[str, Any]:
+    own = {
+        "steps": 6,
+        "batch_size": 4,
+        "sequence_length": 96,
+        "checkpoint_every": 2,
+        "keep_checkpoints": 100,
+        "loss": "dpo",
+    }
+    values = tiny_run.recipe(folder, train={**own, **sections.pop("train", {})})
+    values["data"] = {"path": str(folder / file), "split": SPLIT}
+    return {**values, "evaluate": {"every_steps": 3, "num_samples": 0}, **sections}
+
+
+def stages(folder: Path) -> dict[str, Any]:
+    values = recipe(folder, train={"loss": "sft"})
+    del values["train"]["steps"], values["train"]["loss"]
+    pairs = values.pop("data")
+    second = {"name": "second", "data": pairs, "loss": "dpo", "steps": 6, "learning_rate": 5e-3}
+    return {**values, "stages": [{"name": "first", "data": str(folder / "chats.jsonl"), "steps": 4}, second]}
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("whole") / "run"
+    train(load_recipe(stages(folder)), run)
+    return run
+
+
+def arrays(run: Path, step: int, start: str) -> dict[str, np.ndarray]:
+    stored = load(checkpoints_of(run).read(step)["state.safetensors"])
+    return {name.partition(start)[2]: array for name, array in stored.items() if start in name}
+
+
+def test_the_reference_is_the_adapter_at_the_start_of_the_stage(whole: Path) -> None:
+    assert checkpoints_of(whole).steps() == [2, 4, 6, 8, 10]
+    at_start = arrays(whole, 4, "/adapter/")  # the first state of the second stage
+    for step in (4, 6, 10):
+        reference = arrays(whole, step, "/reference/")
+        assert reference.keys() == at_start.keys() and len(reference) > 4
+        assert all((reference[name] == at_start[name]).all() for name in reference)
+    assert any((arrays(whole, 6, "/adapter/")[name] != at_start[name]).any() for name in at_start)
+    assert all(not array.any() for name, array in arrays(whole, 2, "/reference/").items() if name.endswith("lora_b"))
+
+
+def test_the_first_step_after_sft_prefers_nothing_and_then_the_margin_grows(whole: Path) -> None:
+    steps = [line for line in metrics(whole, "step") if line["stage"] == "second"]
+    assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-7)
+    assert steps[0]["preferences"]["rewards_margins"] == 0
+    assert steps[-1]["preferences"]["rewards_margins"] > 0.1
+    assert all("preferences" not in line for line in metrics(whole, "step") if line["stage"] == "first")
+    first, *_, last = metrics(whole, "evaluation")
+    assert first["accuracy"] == first["preferences"]["rewards_accuracies"] == 0.5 and last["accuracy"] > 0.9
+    assert last["preferences"]["pairs"] == first["preferences"]["pairs"] >= 5
+    assert last["loss"] < first["loss"] == pytest.approx(math.log(2), abs=1e-7)
+
+
+@pytest.mark.parametrize("step", [2, 4, 8])
+def test_resumed_in_either_stage_it_ends_bit_for_bit_the_same(
+    folder: Path, whole: Path, tmp_path: Path, step: int
+) -> None:
+    copy_interrupted(whole, tmp_path / "run", step)
+    train(load_recipe(stages(folder)), tmp_path / "run")
+    assert_same(tmp_path / "run", whole)
+
+
+def test_kto_learns_which_answers_are_good(folder: Path, tmp_path: Path) -> None:
+    train(load_recipe(recipe(folder, "labels.jsonl", train={"loss": "kto", "steps": 12})), tmp_path / "run")
+    steps, evaluations = metrics(tmp_path / "run", "step"), metrics(tmp_path / "run", "evaluation")
+    assert steps[0]["loss"] == 0.5 and steps[0]["preferences"]["kl"] == 0
+    assert steps[-1]["preferences"]["rewards_chosen"] > steps[-1]["preferences"]["rewards_rejected"]
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"] and evaluations[-1]["accuracy"] > 0.8
+
+
+def test_betas_and_rates_are_compared_on_one_base(folder: Path, tmp_path: Path) -> None:
+    values = recipe(folder, sweep={"beta": [0.1, 0.5], "learning_rate": [2e-3, 1e-2], "keep": "all"})
+    train(load_recipe(values), tmp_path / "sweep")
+    names = [f"rate-{rate}_beta-{beta}" for rate in ("0.002", "0.01") for beta in ("0.1", "0.5")]
+    assert sorted(path.name for path in (tmp_path / "sweep" / "adapters").iterdir()) == sorted(names)
+    del values["sweep"]
+    values["train"] |= {"beta": 0.5, "learning_rate": 2e-3}
+    train(load_recipe(values), tmp_path / "alone")
+    _, alone = load_adapter(tmp_path / "alone" / "adapter")
+    _, own = load_adapter(tmp_path / "sweep" / "adapters" / "rate-0.002_beta-0.5")
+    _, other = load_adapter(tmp_path / "sweep" / "adapters" / "rate-0.002_beta-0.1")
+    for name, array in alone.items():
+        limit = 2e-4 * float(np.abs(array).max())  # float32 in another order, over a few steps of Adam
+        np.testing.assert_allclose(own[name], array, atol=limit)
+        assert np.abs(other[name] - array).max() > 10 * limit
+
+
+def test_the_learning_rate_of_pairs_is_found_too(folder: Path, tmp_path: Path) -> None:
+    values = recipe(folder, train={"learning_rate": "auto", "steps": 16})
+    train(load_recipe(values), tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "group.json").read_text("utf-8"))
+    assert summary["best"] and (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": {"loss": "dpo", "beta": 0}}, "train.beta cannot be 0"),
+        ({"train": {"loss": "dpoo"}}, "did you mean dpo?"),
+        ({"train": {"loss": ["dpo", "kto"]}}, "different rows"),
+        ({"train": {"loss": ["dpo", "sft"], "loss_weights": [1.0]}}, "1 values for 2 losses"),
+        ({"train": {"loss": "simpo", "ld_alpha": 0.5}}, "train.ld_alpha has no effect"),
+        ({"train": {"loss": "exo_pair"}}, "needs train.label_smoothing above 0"),
+        ({"train": {"loss": "sft"}, "sweep": {"beta": [0.1, 0.2]}}, "sweep.beta has no effect"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
+    values = recipe(folder)
+    values["train"].pop("loss")
+    for name, section in changes.items():
+        values[name] = {**values.get(name, {}), **section}
+    with pytest.raises(TrilloraError) as error:
+        load_recipe(values)
+    assert words in str(error.value)
+
+
+def test_phases_cannot_compare_answers(folder: Path) -> None:
+    values = recipe(folder)
+    data = values.pop("data")
+    values["phases"] = [{"name": name, "data": data} for name in ("one", "two")]
+    with pytest.raises(TrilloraError, match="phases cannot have a loss of preferences"):
+        load_recipe(values)
+
+
+def test_a_loss_of_preferences_brings_its_own_rate_and_resets_the_optimizer(folder: Path) -> None:
+    values = recipe(folder, train={"learning_rate": None})
+    assert load_recipe(values).train.learning_rate == 2e-5
+    two = stages(folder)
+    del two["stages"][1]["learning_rate"]
+    second = load_recipe(two).stages[1]
+    assert second.learning_rate == 2e-5 and second.optimizer_state == "restart"
+    assert load_recipe(json.loads(load_recipe(two).model_dump_json())) == load_recipe(two)

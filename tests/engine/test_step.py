@@ -17,7 +17,7 @@ import torch
 
 from trillora.engine.hash_random import MaskKey, keep_mask
 from trillora.engine.optim import OptimizerName, ScheduleName, make_optimizer, make_schedule
-from trillora.engine.step import Batch, TrainState, initial_state, make_train_step, token_objective
+from trillora.engine.step import SETTLED, Batch, TrainState, initial_state, make_train_step, token_objective
 
 pytestmark = pytest.mark.core
 
@@ -230,6 +230,21 @@ def test_a_batch_without_supervised_tokens_does_not_divide_by_zero() -> None:
     after, metrics = step(state, BASE, batch(0, weights=np.zeros((ROWS, TOKENS), np.float32)))
     assert (float(metrics.loss), float(metrics.num_tokens), float(metrics.grad_norm)) == (0, 0, 0)
     assert_same_bits(after.adapter, state.adapter)
+
+
+def margin_loss(adapter: Any, base: Any, batch: Batch, key: Any = None) -> jax.Array:
+    """As that of pairs whose margin is large enough, its gradient is zero if all targets are."""
+    return (batch["tokens"] @ adapter["a"] * batch["targets"] * batch["weights"]).sum()
+
+
+def test_batches_without_a_gradient_do_not_make_the_next_one_a_spike() -> None:
+    step, state = step_function(clip=0.01, loss=margin_loss)
+    for number in range(SETTLED + 10):
+        has_gradient = not SETTLED <= number < SETTLED + 5
+        given = batch(number)
+        state, metrics = step(state, BASE, {**given, "targets": given["targets"] * has_gradient})
+        assert (float(metrics.grad_norm) > 0.02) == has_gradient
+        assert int(metrics.skipped) == 0, number
 
 
 def with_bad_target(value: float, *, row: int) -> Batch:

@@ -160,7 +160,7 @@ def make_train_step(
         finite_update = all_finite(updated[0])
         adapter, optimizer_state = choose(finite_update, updated, before)
         typical = jax.tree.map(
-            lambda new, old: jnp.where(finite & (counts.num_tokens > 0), new, old),
+            lambda new, old: jnp.where(finite & (counts.num_tokens > 0) & (grad_norm > 0), new, old),
             with_norm(state.typical, grad_norm, spike),
             state.typical,
         )

@@ -332,6 +332,20 @@ EVIDENCE = (
         least=2,
     ),
     Guarantee(
+        "preferences",
+        EVERY_CHANGE,
+        "losses, metrics and gradients of TRL's trainers; packed, split over micro-batches and eight devices; whole runs "
+        "of SFT and DPO, resumed from checkpoints; sweeps of beta; KTO; losses in files",
+        (
+            "test_preference_losses.py::",
+            "test_preference_step.py::",
+            "test_preference_runs.py::",
+            "test_preference_formulas.py::",
+            "test_own_loss.py::",
+        ),
+        least=60,
+    ),
+    Guarantee(
         "golden losses",
         EVERY_CHANGE,
         "recorded losses of this backend, and a resumed run bit for bit, with XLA's optimizations",

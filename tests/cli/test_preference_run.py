@@ -34,14 +34,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def told(*arguments: Any, given: str | None = None) -> Result:
+def output_of(*arguments: Any, given: str | None = None) -> Result:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
     assert result.exit_code == 0, result.output
     return result
 
 
 def certified(run: Path) -> dict[str, dict[str, Any]]:
-    checks = json.loads(told("certify", run, "--json").stdout)["checks"]
+    checks = json.loads(output_of("certify", run, "--json").stdout)["checks"]
     return {f"{check['part']}: {check['name']}": check for check in checks}
 
 
@@ -51,15 +51,17 @@ def test_certify_compares_good_with_bad_answers_or_uses_the_scores_of_an_evaluat
         assert checks[name]["status"] == "ok"
     assert "In 8 sample rows" in checks["masks: answers"]["what"]
     assert "Log-probability of good minus bad answers" in checks["scores: loss"]["what"]
-    found = json.loads(told("eval", run, "--json").stdout)
+    found = json.loads(output_of("eval", run, "--json").stdout)
     rewards = certified(run)["scores: rewards"]
     assert found["kind"] == "pairs" and rewards["figure"] == found["adapter"]["reward_accuracy"] > 0.5
     assert rewards["status"] == "ok"
 
 
 def test_it_answers(run: Path) -> None:
-    assert json.loads(told("generate", run, "-p", "What is 2 plus 3?", "--max-tokens", "4", "--json").stdout)["text"]
-    assert told("chat", run, "--max-tokens", "2", given="/compare\nHello\n/quit\n").stdout.endswith("Bye.\n")
+    assert json.loads(output_of("generate", run, "-p", "What is 2 plus 3?", "--max-tokens", "4", "--json").stdout)[
+        "text"
+    ]
+    assert output_of("chat", run, "--max-tokens", "2", given="/compare\nHello\n/quit\n").stdout.endswith("Bye.\n")
     running = Running(open_service(str(run), num_rows=2))
     try:
         body = {"model": run.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -70,12 +72,12 @@ def test_it_answers(run: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["merged", "ollama"])
 def test_it_is_exported_and_the_export_is_certified(run: Path, tmp_path: Path, kind: str) -> None:
-    found = told("export", run, "--to", kind, "--out", tmp_path / kind)
+    found = output_of("export", run, "--to", kind, "--out", tmp_path / kind)
     assert f"{kind} passed" in found.output
 
 
 def test_report_and_card_say_what_it_learned_from(run: Path) -> None:
-    assert Path(told("report", run).stdout.strip()).read_text("utf-8").count("held-out pairs") > 0
+    assert Path(output_of("report", run).stdout.strip()).read_text("utf-8").count("held-out pairs") > 0
     config = (run / "adapter" / "adapter_config.json").read_bytes()
     card = adapter_card(config, run, name="run")
     assert "| loss of pairs | dpo, beta 0.2 |" in card and "loss of answers" not in card

@@ -4,7 +4,7 @@
     python benchmarks/preference_steps.py --only qwen   cases whose name contains the word
 
 All steps of a case have the same sequences and the settings that preflight chose for SFT, and only the loss differs. A
-batch has as many tokens in each: of pairs, a sequence holds both answers. Prints one JSON line for each step and a table.
+batch has as many tokens in each; a sequence of pairs holds both answers. Prints one JSON line for each step and a table.
 """
 
 from __future__ import annotations

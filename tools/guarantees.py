@@ -334,7 +334,7 @@ EVIDENCE = (
     Guarantee(
         "preferences",
         EVERY_CHANGE,
-        "losses, metrics and gradients of TRL's trainers; packed, split over micro-batches and eight devices; whole runs "
+        "losses, metrics and gradients of TRL's trainers; packed, split over micro-batches and eight devices; runs "
         "of SFT and DPO, resumed from checkpoints; sweeps of beta; KTO; losses in files",
         (
             "test_preference_losses.py::",

@@ -39,7 +39,7 @@ Numbers = dict[str, np.ndarray]  # by the names in an adapter's file
 
 
 class Engine:
-    """The part of a step that is the model's is one program for all losses; the losses are those of recipes."""
+    """The model's part of a step is one program for all losses; the losses come from recipes."""
 
     def __init__(self, start: Path) -> None:
         self._config = AutoConfig.from_pretrained(start / "base")

@@ -196,7 +196,7 @@ def test_first_step_is_that_of_trl(case: Case, engine: Engine, theirs: Callable[
 
 
 def test_orpo_learns_the_chosen_answers_and_trl_their_prompts_too(engine: Engine, start: Path) -> None:
-    """The odds ratio is that of TRL. The rest of its loss is the mean over all tokens of the chosen rows."""
+    """The odds ratio equals TRL's. The rest of its loss is the mean over all tokens of the chosen rows."""
     run = trl_run(start, "orpo", pairs(4), beta=0.4)
     [batch] = run.batches
     ratio_part = -0.4 * run.metrics[0]["log_odds_ratio"]

@@ -3,8 +3,8 @@
     python benchmarks/preference_steps.py               Llama-3.2-1B on v5e-1 and Qwen3-0.6B on v5e-8
     python benchmarks/preference_steps.py --only qwen   cases whose name contains the word
 
-All steps of a case have the same sequences and the settings that preflight chose for SFT, and only the loss differs. A
-batch has as many tokens in each; a sequence of pairs holds both answers. Prints one JSON line for each step and a table.
+All steps of a case have the same sequences and the settings that preflight chose for SFT; only the loss differs. A
+sequence of pairs holds both answers. Prints one JSON line for each step and a table.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def test_a_batch_without_supervised_tokens_does_not_divide_by_zero() -> None:
 
 
 def margin_loss(adapter: Any, base: Any, batch: Batch, key: Any = None) -> jax.Array:
-    """As that of pairs whose margin is large enough, its gradient is zero if all targets are."""
+    """Its gradient is zero if all targets are, as with pairs whose margin is large enough."""
     return (batch["tokens"] @ adapter["a"] * batch["targets"] * batch["weights"]).sum()
 
 

@@ -28,8 +28,8 @@ from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import MeshSection, StageRecipe, stages_of
-from trillora.step import objective
 from trillora.step.build import Assembly, assemble
+from trillora.step.loss import objective
 
 OTHER = objective.OTHER
 SEQUENCES, LENGTH, SHORT = 2, 256, 64  # sequences of a batch, and their tokens
@@ -39,7 +39,7 @@ Numbers = dict[str, np.ndarray]  # by the names in an adapter's file
 
 
 class Engine:
-    """The part of a step that is the model's is one program for all losses; the losses are those of recipes."""
+    """The model's part of a step is one program for all losses; the losses come from recipes."""
 
     def __init__(self, start: Path) -> None:
         self._config = AutoConfig.from_pretrained(start / "base")

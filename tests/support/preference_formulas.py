@@ -117,7 +117,7 @@ PAIR_LOSSES: dict[str, Callable[[Answer, Answer, Options], Tensor]] = {
 def pair_loss(
     names: Sequence[str], pairs: Sequence[Pair], o: Options, loss_weights: Sequence[float] | None = None
 ) -> Tensor:
-    """The sum of the losses, each the mean over the pairs. That of the chosen answers is the mean over their tokens."""
+    """The sum of the losses, each the mean over the pairs; `sft` is the mean over the tokens of chosen answers."""
     with_chosen = {"sft": 1.0, "cpo": o.cpo_alpha, "orpo": 1.0}
     pairs = [_with_lengths(pair, o) for pair in pairs]
     chosen_loss = -torch.cat([chosen.policy for chosen, _ in pairs]).mean()

@@ -13,14 +13,11 @@ import pytest
 import torch
 from preference_formulas import Answer, Options, label_loss, pair_loss
 
-from trillora.engine.preference import (
+from trillora.engine.preference.answers import Answers, Pairs, counts_of_labels, counts_of_pairs
+from trillora.engine.preference.losses import (
     LABEL_LOSSES,
     PAIR_LOSSES,
-    Answers,
     LossNumbers,
-    Pairs,
-    counts_of_labels,
-    counts_of_pairs,
     divergence_of,
     sum_of_labels,
     sum_of_pairs,

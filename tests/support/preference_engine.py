@@ -28,8 +28,8 @@ from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
 from trillora.recipe.resolve import StepSettings
 from trillora.recipe.schema import MeshSection, StageRecipe, stages_of
-from trillora.step import objective
 from trillora.step.build import Assembly, assemble
+from trillora.step.loss import objective
 
 OTHER = objective.OTHER
 SEQUENCES, LENGTH, SHORT = 2, 256, 64  # sequences of a batch, and their tokens

@@ -26,7 +26,6 @@ from trl_reference import Batch, Kind, Row, TrlRun, labelled, pairs, text_pairs,
 LOSS = 2e-6
 METRIC = 1e-5  # also absolute: rewards may be close to zero
 COSINE, NORM = 1 - 1e-8, 2e-5  # of the gradient of each matrix
-
 DEFAULTS = Options()
 
 
@@ -138,7 +137,7 @@ def assert_gradients_equal(ours: dict[str, np.ndarray], theirs: dict[str, np.nda
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_formulas_are_those_of_trl(case: Case, start: Path, theirs: Callable[[Case], TrlRun]) -> None:
+def test_formulas_equal_trl(case: Case, start: Path, theirs: Callable[[Case], TrlRun]) -> None:
     """The independent reference: from PEFT's log-probabilities, one row after another."""
     base = AutoModelForCausalLM.from_pretrained(start / "base", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, start / "adapter", is_trainable=True)
@@ -163,9 +162,7 @@ def test_formulas_are_those_of_trl(case: Case, start: Path, theirs: Callable[[Ca
 
 @pytest.mark.parametrize("rows", [pairs, text_pairs])
 @pytest.mark.parametrize("kind", ["dpo", "orpo", "cpo", "kto"])
-def test_tokens_and_masks_are_those_of_trl(
-    kind: Kind, rows: Callable[[int], list[Row]], start: Path, tmp_path: Path
-) -> None:
+def test_tokens_and_masks_equal_trl(kind: Kind, rows: Callable[[int], list[Row]], start: Path, tmp_path: Path) -> None:
     """Of chats by a template whose answers end with the stop token, and of texts, after which both add it."""
     given = labelled(8, of=rows) if kind == "kto" else rows(8)
     [batch] = trl_run(start, kind, given, per_device_train_batch_size=8).batches
@@ -183,7 +180,7 @@ def test_tokens_and_masks_are_those_of_trl(
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_first_step_is_that_of_trl(case: Case, engine: Engine, theirs: Callable[[Case], TrlRun]) -> None:
+def test_first_step_equals_trl(case: Case, engine: Engine, theirs: Callable[[Case], TrlRun]) -> None:
     run = theirs(case)
     loss, metrics, gradients = engine.first_step(case.train, run.batches[0])
     assert loss == pytest.approx(run.losses[0], rel=LOSS)
@@ -196,7 +193,7 @@ def test_first_step_is_that_of_trl(case: Case, engine: Engine, theirs: Callable[
 
 
 def test_orpo_learns_the_chosen_answers_and_trl_their_prompts_too(engine: Engine, start: Path) -> None:
-    """The odds ratio equals TRL's. The rest of its loss is the mean over all tokens of the chosen rows."""
+    """TRL has the same odds ratio. The rest of its loss is the mean over all tokens of the chosen rows."""
     run = trl_run(start, "orpo", pairs(4), beta=0.4)
     [batch] = run.batches
     ratio_part = -0.4 * run.metrics[0]["log_odds_ratio"]
@@ -219,11 +216,12 @@ def test_orpo_learns_the_chosen_answers_and_trl_their_prompts_too(engine: Engine
         ("kto", False),
         slow_case("kto", True),
         slow_case("sigmoid and sft", False),
+        slow_case("hinge", False),
         slow_case("simpo", False),
         slow_case("orpo", False),
     ],
 )
-def test_fifty_steps_are_those_of_trl(name: str, continued: bool, engine: Engine, start: Path) -> None:
+def test_fifty_steps_equal_trl(name: str, continued: bool, engine: Engine, start: Path) -> None:
     """AdamW with weight decay and clipping, twelve times through four batches. A reference that is the adapter at the
     start stays what it was."""
     case = CASES[NAMES.index(name)]
@@ -231,7 +229,7 @@ def test_fifty_steps_are_those_of_trl(name: str, continued: bool, engine: Engine
     options = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
     run = trl_run(start, case.kind, rows, 50, continued=continued, **case.trl, **options)
     losses, adapter = engine.train({**case.train, **options}, run.batches, continued=continued)
-    assert losses == pytest.approx(run.losses, rel=1e-4)  # rounding grows with every step
+    assert losses == pytest.approx(run.losses, rel=1e-4, abs=1e-5)  # rounding grows; the losses of hinge reach zero
     assert min(run.losses[-4:]) < 0.8 * run.losses[0], "the run learns"
     begun = engine.numbers(engine.adapter)
     for matrix, expected in run.adapter.items():

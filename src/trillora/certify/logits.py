@@ -173,8 +173,8 @@ def _batch(prompts: Sequence[Sequence[int]], rows: Sequence[TokenizedDocument]) 
 
 
 def row_loss(logprobs_BT: np.ndarray, rows: Sequence[TokenizedDocument]) -> float:
-    """The mean over the trained tokens. With rejected or bad answers, how much more likely they are than the others, per
-    answer: this difference is what is learned."""
+    """The mean over the trained tokens. With rejected or bad answers, how much more likely they are than the others,
+    per answer: this difference is what is learned."""
     total = count = 0.0
     for b, row in enumerate(rows):
         is_target = row.supervised[1:MAX_ROW]

@@ -35,7 +35,7 @@ METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/ch
 
 
 class LossNumbers(NamedTuple):
-    """The numbers of the recipe. Any of them may be an array without dimensions."""
+    """The numbers of the recipe. Beta may be an array without dimensions, for a sweep."""
 
     beta: float | jax.Array = 0.1
     label_smoothing: float = 0.0

@@ -78,10 +78,11 @@ def _rows_shown_by(path: str, data: DataSection, usual: Rows) -> Rows:
     """What the rows of a local file are for. Other files are not downloaded for it: they are like the run's."""
     if data.template is not None or data.format not in ("auto", "preference", "labelled"):
         return usual  # these say what a row means
-    for _, row in itertools.islice(raw_rows(check_files(path), data.row_path), ROWS_LOOKED_AT):
-        if isinstance(row, RawRow):
-            with suppress(BadRow):
-                return rows_shown_by(picked(parse(row.raw), data.columns, data.drop_keys), usual)
+    with suppress(TrilloraError):  # a file that cannot be read: its reader says why
+        for _, row in itertools.islice(raw_rows(check_files(path), data.row_path), ROWS_LOOKED_AT):
+            if isinstance(row, RawRow):
+                with suppress(BadRow):
+                    return rows_shown_by(picked(parse(row.raw), data.columns, data.drop_keys), usual)
     return usual
 
 

@@ -28,7 +28,7 @@ def settings(folder: Path, **options: Any) -> dict[str, Any]:
     return tiny_run.recipe(folder, train={"steps": 6, **options})
 
 
-def test_the_example_of_the_docs_stops_a_run_that_goes_on(
+def test_the_example_of_the_docs_stops_a_run_and_resumes_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -46,7 +46,7 @@ def test_the_example_of_the_docs_stops_a_run_that_goes_on(
     assert isinstance(answer, str)
     assert (tmp_path / "runs" / "first" / "exports" / "adapter-step-3").is_dir()
 
-    exec(both, names)  # goes on, and prints what `watch` prints too
+    exec(both, names)  # continues, and prints what `watch` prints too
     shown = capsys.readouterr().out
     assert "Resuming from step 3 of 6" in shown and re.search(r"^6 \d", shown, re.M) and "step 6/6" in shown
     whole = train(load_recipe(settings(folder)), tmp_path / "whole")

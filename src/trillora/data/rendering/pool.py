@@ -84,7 +84,7 @@ class Worker:
         order = [format, [dataclasses.astuple(cut) for cut in cuts] if cuts else None]
         answers = self._exchange([json.dumps(order).encode(), *rows])
         if answers is not None:
-            return [_outcome(answer) for answer in answers]
+            return _outcomes(answers)
         self.close()
         if len(rows) > 1:
             return []
@@ -207,10 +207,18 @@ class Pool:
             self._idle.append(worker)
 
 
-def _outcome(answer: list[Any]) -> Outcome:
-    if len(answer) == 3:
-        return BadRow(*answer)
-    text, supervised, planted, *others = answer
-    cuts, kind, digest, weight, remarks, turns, shape = others
-    spans = tuple(map(tuple, supervised)), tuple(map(tuple, planted))
-    return RenderedRow(text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks), turns, shape)
+def _outcomes(answers: list[list[Any]]) -> list[Outcome]:
+    """What the worker answered (`worker._answers`)."""
+    outcomes: list[Outcome] = []
+    system = ""
+    for answer in answers:
+        if len(answer) == 3:
+            outcomes.append(BadRow(*answer))
+            continue
+        text, supervised, planted, *others = answer
+        cuts, kind, digest, weight, remarks, turns, shape, new = others
+        system = system if new is None else new
+        spans = tuple(map(tuple, supervised)), tuple(map(tuple, planted))
+        row = RenderedRow(text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks), turns, shape, system)
+        outcomes.append(row)
+    return outcomes

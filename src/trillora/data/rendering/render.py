@@ -97,6 +97,7 @@ class RenderedRow:
     remarks: tuple[str, ...] = ()  # what of the row is not trained on, to be counted
     turns: int = 0  # of a conversation
     shape: str = ""  # of a conversation: "several rounds, system, tools"
+    system: str = ""  # the system message of a conversation
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,9 @@ class Renderer:
             remarks.append("The conversation begins with the assistant: its first answer has no question")
         digest = _digest([chat.messages, chat.tools])
         row = RenderedRow(text, supervised, planted, kind="chat", digest=digest, remarks=tuple(remarks))
-        return dataclasses.replace(row, turns=len(chat.messages), shape=_shape(chat))
+        first = chat.messages[0]
+        system = first["content"] or "" if first["role"] == "system" else ""
+        return dataclasses.replace(row, turns=len(chat.messages), shape=_shape(chat), system=system)
 
     def prompt(self, chat: Chat) -> RenderedRow:
         """A conversation with a generation prompt at its end. Content cannot become control tokens, as in training."""

@@ -55,14 +55,16 @@ def main() -> None:
 
 
 def _answers(renderer: Renderer, rows: list[bytes], format: str, cuts: Sequence[object]) -> list[list[Any]]:
-    """For each row the ten fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses
-    up its limit: the parent decides whether to try the others."""
+    """For each row the fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses up its
+    limit: the parent decides whether to try the others. A system message is None if the row before has the same."""
     answers: list[list[Any]] = []
+    system: str | None = None
     for raw, cut in zip(rows, cuts, strict=True):
         try:
             row = _limited(lambda raw=raw, cut=cut: _rendered(renderer, raw, format, cut))
             spans = (row.text, row.supervised, row.planted, row.cuts)
-            answers.append([*spans, row.kind, row.digest, row.weight, row.remarks, row.turns, row.shape])
+            new, system = None if row.system == system else row.system, row.system
+            answers.append([*spans, row.kind, row.digest, row.weight, row.remarks, row.turns, row.shape, new])
         except BadRow as error:
             answers.append([error.what, error.do, error.past_limit])
             if error.past_limit:

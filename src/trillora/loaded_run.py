@@ -46,6 +46,7 @@ class LoadedRun:
         self,
         prompts: str,
         *,
+        system: str | None = ...,
         max_tokens: int = ...,
         temperature: float = ...,
         top_p: float = ...,
@@ -57,6 +58,7 @@ class LoadedRun:
         self,
         prompts: Sequence[Prompt],
         *,
+        system: str | None = ...,
         max_tokens: int = ...,
         temperature: float = ...,
         top_p: float = ...,
@@ -67,6 +69,7 @@ class LoadedRun:
         self,
         prompts: str | Sequence[Prompt],
         *,
+        system: str | None = None,
         max_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -74,10 +77,14 @@ class LoadedRun:
         base: bool = False,
     ) -> str | list[str]:
         """Answers one prompt, or each of a list. A prompt is a text, or a list of messages with role and content.
+        `system`: the system message for texts; None: the one that all rows of the training had, if they had the same.
         `base`: the base model answers, without the adapter."""
         from trillora.engine.sampling import Sampling
+        from trillora.generation.system_message import with_system
 
-        given: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        message = self._generator.system if system is None else system
+        texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        given = [with_system(prompt, message) if isinstance(prompt, str) else prompt for prompt in texts]
         sampling = Sampling(temperature, top_p, seed=seed)
         answers = self._generator.generate(given, max_tokens=max_tokens, sampling=sampling, adapted=not base)
         return answers[0].text if isinstance(prompts, str) else [answer.text for answer in answers]

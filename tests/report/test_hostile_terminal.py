@@ -57,6 +57,7 @@ class FakeGenerator:
 
     answer = HOSTILE
     prompts = SimpleNamespace(has_template=True)
+    system = ""
     longest = None
     seen: ClassVar[list[Any]] = []
 
@@ -89,7 +90,8 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> type[FakeGenerator]:
     sys.modules.pop("trillora.generation.chat", None)
 
 
-def test_answers_cannot_control_the_terminal(generator: type[FakeGenerator]) -> None:
+def test_answers_cannot_control_the_terminal(generator: type[FakeGenerator], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeGenerator, "system", HOSTILE)  # of the rows of someone else's run
     ask = ["generate", "smollm2", "-p"]
     for arguments in ([*ask, "hi"], [*ask, "a", "-p", "b"], ["chat", "smollm2"]):
         result = CliRunner().invoke(app, arguments, input="hello\n/quit\n")

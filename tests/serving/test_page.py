@@ -234,6 +234,26 @@ def test_saved_conversations_are_rows_that_training_reads(browser: Browser) -> N
 
 
 @needs_chromium
+@pytest.mark.parametrize(("own", "expected"), [("Be <b>brief</b>.", "Be <b>brief</b>."), ("", "")])
+def test_the_system_message_of_the_training_is_set(browser: Browser, served: Served, own: str, expected: str) -> None:
+    models = served.service.models
+    before = models["parrot"]
+    models["parrot"] = replace(before, system=own)
+    try:
+        browser.open(served.urls[0])
+        browser.wait_until("document.querySelectorAll('select.model')[1].value === 'parrot'")
+        assert browser.evaluate("document.getElementById('system').value") == expected
+        assert ("is set in Settings" in browser.evaluate("document.getElementById('hint').textContent")) == bool(own)
+        settings(browser, max_tokens=2)
+        ask(browser, "Hello")
+        browser.wait_until("!document.querySelector('.waiting') && document.querySelectorAll('.answer').length === 2")
+        roles = [[message["role"] for message in body["messages"]] for body in sent(browser)]
+        assert roles == [["system", "user"] if own else ["user"]] * 2  # base and adapter get the same
+    finally:
+        models["parrot"] = before
+
+
+@needs_chromium
 def test_a_refused_request_is_shown_in_its_column_and_the_chat_continues(browser: Browser) -> None:
     settings(browser, max_tokens=1)
     ask(browser, "word " * 2 * CONTEXT)

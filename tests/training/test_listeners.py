@@ -28,7 +28,7 @@ def settings(folder: Path, **options: Any) -> dict[str, Any]:
     return tiny_run.recipe(folder, train={"steps": 6, **options})
 
 
-def test_the_example_of_the_docs_stops_a_run_that_continues(
+def test_the_example_of_the_docs_stops_a_run_and_resumes_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

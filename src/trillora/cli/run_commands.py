@@ -46,6 +46,14 @@ def generate(
     prompts: Annotated[
         list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt to answer. May be repeated.")
     ],
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system",
+            metavar="TEXT",
+            help='System message (default: the one that all rows of the training had, if they had the same; "": none).',
+        ),
+    ] = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -63,13 +71,18 @@ def generate(
         given, other = _overrides(overrides, trust), _adapter(adapter, base)
         check_source(name, given, with_adapter=not base, adapter=other)
         from trillora.engine.sampling import Sampling
+        from trillora.events import Note
         from trillora.generation.generator import Generator
+        from trillora.generation.system_message import trained_with, with_system
 
         generator = Generator.open(
             name, overrides=given, with_adapter=not base, adapter=other, quantize=quantize, listener=listener
         )
+        if system is None and generator.system:
+            listener(Note(f'{trained_with(generator.system)} It is used here too; --system "" leaves it out.'))
+        given_prompts = [with_system(prompt, generator.system if system is None else system) for prompt in prompts]
         sampling = Sampling(temperature, top_p, seed=seed)
-        answers = generator.generate(prompts, max_tokens=max_tokens, sampling=sampling)
+        answers = generator.generate(given_prompts, max_tokens=max_tokens, sampling=sampling)
     for prompt, answer in zip(prompts, answers, strict=True):
         if as_json:
             counts = {"num_prompt_tokens": answer.num_prompt_tokens, "num_tokens": len(answer.tokens)}

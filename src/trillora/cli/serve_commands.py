@@ -100,6 +100,7 @@ def _run(service: Service, opened: socket.socket, host: str, key: str | None, *,
     import asyncio
     import gc
 
+    from trillora.generation.system_message import trained_with
     from trillora.serving.app import App, is_loopback
     from trillora.serving.http.server import Server
     from trillora.serving.page.build import chat_page
@@ -114,6 +115,9 @@ def _run(service: Service, opened: socket.socket, host: str, key: str | None, *,
 
     def say() -> None:
         print(f"Models: {', '.join(service.models)}")
+        for model in service.models.values():
+            if model.system:
+                print(f"{model.name}: {trained_with(model.system)} Clients have to send it.")
         print(f"Up to {engine.num_rows} answers at the same time, each of at most {engine.max_length} tokens.")
         print(
             f"Serving at {address}/v1" + (f", page at {address}/" if page is not None else "") + "  (Ctrl+C stops)",

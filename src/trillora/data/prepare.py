@@ -47,7 +47,7 @@ from trillora.events import Listener, Progress, ignore_events
 from trillora.files.digests import json_digest, text_digest
 from trillora.recipe.losses import Rows
 
-FORMAT = 7  # of a store: increase it when the same data would be read, tokenized or stored differently
+FORMAT = 8  # of a store: increase it when the same data would be read, tokenized or stored differently
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to detect a file's format
@@ -170,6 +170,11 @@ class Dataset:
         """What of the rows is not trained on, and the number of rows that this is true of."""
         return dict(self.store.facts["remarks"])
 
+    @property
+    def system(self) -> str:
+        """The system message that every row has; empty if they have different ones or none."""
+        return str(self.store.facts["system"])
+
     def documents(self, part: str = "train", seed: int = 0) -> Documents:
         """The rows of one part, not yet fitted to a length. Source weights apply to the training part only."""
         rows = self.store.rows
@@ -265,6 +270,7 @@ class _StoreBuilder:
     problems: list[tuple[Any, ...]] = field(default_factory=list)  # the file's index, then the fields of a Fault
     num_past_limit: int = 0
     remarks: Counter[str] = field(default_factory=Counter)  # rows that each is true of
+    systems: set[str] = field(default_factory=set)  # system messages; two are enough to know that they differ
     reasons: Counter[str] = field(default_factory=Counter)
     num_rows: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # by file, then format
     formats: dict[tuple[int, str], str] = field(default_factory=dict)  # by file and member
@@ -292,6 +298,7 @@ class _StoreBuilder:
                     "num_problems": self.reasons.total(),
                     "reasons": dict(self.reasons.most_common(50)),
                     "remarks": dict(self.remarks.most_common(50)),
+                    "system": next(iter(self.systems)) if len(self.systems) == 1 else "",
                 }
             )
         finally:
@@ -357,6 +364,8 @@ class _StoreBuilder:
                 continue
             assert isinstance(rendered, RenderedRow)
             self.remarks.update(set(rendered.remarks) if len(self.remarks) < MOST_REMARKS else ())
+            if len(self.systems) < 2:
+                self.systems.add(rendered.system)
             name = self.names.setdefault((batch.file, row.member), len(self.names))
             kind, was_cut = KINDS.index(rendered.kind), document is not whole
             at = (row.line, row.nth)

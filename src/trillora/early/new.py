@@ -67,7 +67,9 @@ def new_recipe(answers: NewRecipe, folder: Path) -> str:
     ]
     if answers.system:
         lines.append(f"  template: {yaml.write(_template(data, answers.system))}")
-        lines.append("  # Answers need the same system prompt: in `trillora chat`, type /system and the prompt.")
+        lines.append(
+            "  # `trillora chat` and `trillora generate` use the same system prompt. Other programs have to send it."
+        )
     lines += [
         "  # split: {validation: 0.1, test: 0.1}  # rows that are held out, for evaluations and `trillora eval`",
         "lora: {rank: 16, alpha: 32}",

@@ -24,6 +24,7 @@ from trillora.files.user_path import user_path
 from trillora.generation.columns import column_width, side_by_side
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Message
+from trillora.generation.system_message import trained_with
 
 GREETING = "Type a message. /help lists the commands, /quit exits."
 BASE, ADAPTER = "base", "adapter"
@@ -54,8 +55,10 @@ def converse(
             "This model has no chat template: it can continue texts, but not chat.",
             do="use trillora generate, or the chat (“instruct”) version of the model",
         )
-    chat = _Chat(generator, say, width, max_tokens, sampling)
+    chat = _Chat(generator, say, width, max_tokens, sampling, system=generator.system)
     say(f"{GREETING}\n{_how(sampling)}\n")
+    if chat.system:
+        say(f"{trained_with(chat.system)} It is set here too; /system removes it.\n")
     generator.listener = _compilations(say)
     try:
         while chat.is_open:

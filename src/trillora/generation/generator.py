@@ -46,7 +46,7 @@ from trillora.recipe.load import load_model_section
 from trillora.recipe.schema import Quantize, Recipe, stages_of
 from trillora.runs.adapter import adapter_of, template_of
 from trillora.runs.files import ADAPTER, is_run
-from trillora.runs.saved import SavedRun, find_adapter
+from trillora.runs.saved import SavedAdapter, SavedRun, find_adapter
 from trillora.step.background import Program, compile_program
 from trillora.step.shardings import shard_adapter, weight_shardings
 
@@ -97,7 +97,8 @@ class _Batch:
 class Generator:
     """A model with or without an adapter. `base_prompts`: the base's prompts, if its chat template is another one.
     `longest` limits the tokens of prompt and answer together. `is_tight`: prompts are read in groups of similar length
-    with little padding, which takes more programs. That pays off on CPUs.
+    with little padding, which takes more programs. That pays off on CPUs. `system`: the system message that all rows of
+    the training had; the caller decides whether prompts get it.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Generator:
         longest: int | None = None,
         batch_size: int = 8,
         is_tight: bool = False,
+        system: str = "",
         listener: Listener = ignore_events,
     ) -> None:
         self.prompts, self.base_prompts, self.batch_size = prompts, base_prompts or prompts, batch_size
@@ -120,6 +122,7 @@ class Generator:
         positions = getattr(model.module.config.get_text_config(), "max_position_embeddings", None)
         limits = [limit for limit in (positions, longest) if limit is not None]
         self.longest = min(limits) if limits else None
+        self.system = system
         self.is_tight, self.listener = is_tight, listener  # the listener may be replaced at any time
         self._readers: dict[Bucket, tuple[Any, Any]] = {}
         self._writers: dict[tuple[int, int], Any] = {}
@@ -146,11 +149,8 @@ class Generator:
         folder = user_path(name, where="the run or model")
         run = SavedRun.open(folder, overrides) if is_run(folder) else None
         recipe = run.recipe if run is not None else None
-        adapter_folder = None
-        if run is not None and with_adapter:
-            adapter_folder = adapter_of(run, adapter, listener=listener).folder
-        elif adapter is not None:
-            adapter_folder = find_adapter(adapter).folder
+        used = _used(run, adapter, listener) if with_adapter else None
+        adapter_folder = used.folder if used is not None else None
         source = load_model_section(name, overrides) if recipe is None else recipe.model
         trusted = source.trust_remote_code
         listener(Note(f"Model {source.name}" + (f" with {adapter_folder}" if adapter_folder else "")))
@@ -183,6 +183,7 @@ class Generator:
             longest=longest,
             batch_size=batch_size,
             is_tight=devices[0].platform == "cpu" and mesh.size == 1,
+            system=_system(run, used) if prompts.has_template else "",
             listener=listener,
         )
 
@@ -513,6 +514,20 @@ def _as_arrays(sampling: Sampling) -> Sampling:
 def _stop_array(stops: Sequence[int]) -> np.ndarray:
     """Padded to a fixed length with -1, which is not a token."""
     return np.array([*stops, *[-1] * (8 - len(stops))], np.int32)
+
+
+def _used(run: SavedRun | None, adapter: str | Path | None, listener: Listener) -> SavedAdapter | None:
+    """The adapter that answers: the given one, or the run's own."""
+    if run is not None:
+        return adapter_of(run, adapter, listener=listener)
+    return None if adapter is None else find_adapter(adapter)
+
+
+def _system(run: SavedRun | None, used: SavedAdapter | None) -> str:
+    """The system message of the training. The base of a run gets the run's, so that answers can be compared."""
+    if used is None and run is not None:
+        used = SavedAdapter(run.folder / ADAPTER, run)
+    return "" if used is None else used.system
 
 
 def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path) -> tuple[Prompts, Prompts]:

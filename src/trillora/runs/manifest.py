@@ -44,6 +44,7 @@ class StageRecord:
     data: dict[str, float]  # documents, rows, tokens, supervised, padding_fraction
     num_evaluated: int | None
     example: tuple[ExcerptPiece, ...]
+    system: str = ""  # the system message that every row has
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,17 @@ class SavedAdapter:
         return (self.folder.absolute().parent if is_own else self.folder).name
 
     @property
+    def system(self) -> str:
+        """The system message of every row that it was trained on; empty if they had different ones or none. Of a run
+        with stages, the rows of the last one."""
+        manifest = self.run.manifest if self.run is not None else None
+        if manifest is None:
+            return ""
+        stages = manifest.stages if manifest.group.kind else manifest.stages[-1:]
+        own = [stage for stage in stages if stage.name == self.part] or stages
+        return own[0].system if len({stage.system for stage in own}) == 1 else ""
+
+    @property
     def is_result(self) -> bool:
         """Whether it is the one result of its run."""
         return self.run is not None and self.folder.absolute() == self.run.folder.absolute() / ADAPTER

@@ -134,6 +134,7 @@ class App:
             "parent": None if name == service.base else service.base,
             "max_model_len": service.engine.max_length,
             "has_chat_template": service.models[name].prompts.has_template,
+            "system_message": service.models[name].system or None,  # of all training rows: clients should send it
         }
 
     async def _report(self, request: Request) -> Response:

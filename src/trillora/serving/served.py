@@ -37,7 +37,7 @@ from trillora.recipe.load import load_model_section
 from trillora.recipe.schema import Quantize
 from trillora.runs.adapter import adapter_of, template_of
 from trillora.runs.files import REPORT_FILE, is_run
-from trillora.runs.saved import SavedRun, find_adapter
+from trillora.runs.saved import SavedAdapter, SavedRun, find_adapter
 from trillora.serving.engine import Engine
 from trillora.serving.http.log import LOGGER
 from trillora.serving.job import AnswerPiece, Job, NotFinite
@@ -61,6 +61,7 @@ class Served:
     adapter: Tree
     programs: ServingPrograms
     num_tokens: int  # of the vocabulary
+    system: str = ""  # the system message that all rows of the training had
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def open_service(
     remember_programs(cache_root() / "programs")
     folder = user_path(name, where="the run or model")
     run = SavedRun.open(folder, overrides) if is_run(folder) else None
-    folders = {} if only_base else _adapter_folders(run, adapters, listener)
+    found = {} if only_base else _adapters(run, adapters, listener)
+    folders = {name: adapter.folder for name, adapter in found.items()}
     first = next(iter(folders.values()), None)
     generator = Generator.open(
         name,
@@ -111,6 +113,9 @@ def open_service(
     model = run.recipe.model if run is not None else load_model_section(name, overrides)
     base = _base_id(model.name)
     models = _models(generator, base, folders, compiler)
+    for name, adapter in found.items():
+        if models[name].prompts.has_template:
+            models[name] = replace(models[name], system=adapter.system)
     length = _length(generator, max_length)
     shape = _fitting_shape(generator.mesh, next(iter(models.values())).programs, num_rows, max_length, length)
     sizes = BatchSizes.up_to(shape.num_rows, shape.num_slots, fewest_slots)
@@ -147,14 +152,14 @@ def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> N
         num_open -= piece.is_last
 
 
-def _adapter_folders(run: SavedRun | None, given: Sequence[str], listener: Listener) -> dict[str, Path]:
+def _adapters(run: SavedRun | None, given: Sequence[str], listener: Listener) -> dict[str, SavedAdapter]:
     """The adapters by the name of their model: first the run's, then the command line's."""
-    folders: dict[str, Path] = {}
+    found: dict[str, SavedAdapter] = {}
     of_run = [] if run is None else [*run.several.values()] or [adapter_of(run, listener=listener)]
     for adapter in (*of_run, *map(find_adapter, given)):
-        if folders.setdefault(adapter.name, adapter.folder) != adapter.folder:
-            raise _same_name(adapter.name, folders[adapter.name], adapter.folder)
-    return folders
+        if found.setdefault(adapter.name, adapter).folder != adapter.folder:
+            raise _same_name(adapter.name, found[adapter.name].folder, adapter.folder)
+    return found
 
 
 def _base_id(model: str) -> str:

@@ -89,6 +89,7 @@ def of_stage(stage: StageData, tokenizer: Tokenizer, first_step: int) -> StageRe
         data=stage.batches.summary(),
         num_evaluated=0 if stage.evaluation is None else len(stage.evaluation),
         example=example_of(stage.batches.documents, tokenizer),
+        system=stage.dataset.system,
     )
 
 

@@ -84,7 +84,7 @@ class Worker:
         order = [format, [dataclasses.astuple(cut) for cut in cuts] if cuts else None]
         answers = self._exchange([json.dumps(order).encode(), *rows])
         if answers is not None:
-            return [_outcome(answer) for answer in answers]
+            return _outcomes(answers)
         self.close()
         if len(rows) > 1:
             return []
@@ -207,19 +207,28 @@ class Pool:
             self._idle.append(worker)
 
 
-def _outcome(answer: list[Any]) -> Outcome:
-    if len(answer) == 3:
-        return BadRow(*answer)
-    return _row_of(*answer)
+def _outcomes(answers: list[list[Any]]) -> list[Outcome]:
+    """What the worker answered (`worker._answers`)."""
+    outcomes: list[Outcome] = []
+    system = ""
+    for answer in answers:
+        if len(answer) == 3:
+            outcomes.append(BadRow(*answer))
+            continue
+        new, *fields = answer
+        system = system if new is None else new
+        outcomes.append(_row_of(system, *fields))
+    return outcomes
 
 
-def _row_of(text: str, supervised: list[Any], planted: list[Any], cuts: list[int], *others: Any) -> RenderedRow:
+def _row_of(
+    system: str, text: str, supervised: list[Any], planted: list[Any], cuts: list[int], *others: Any
+) -> RenderedRow:
     """The row whose fields these are (`worker._fields`)."""
     kind, digest, weight, remarks, turns, shape, *preference = others
     spans = tuple(map(tuple, supervised)), tuple(map(tuple, planted))
-    row = RenderedRow(text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks), turns, shape)
-    if not preference:
-        return row
-    prompt_digest, label, rejected = preference
-    other = None if rejected is None else _row_of(*rejected)
-    return dataclasses.replace(row, prompt_digest=prompt_digest, label=label, rejected=other)
+    prompt_digest, label, rejected = preference or (None, None, None)
+    of_pair = (prompt_digest, label, None if rejected is None else _row_of(system, *rejected))
+    return RenderedRow(
+        text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks), turns, shape, *of_pair, system=system
+    )

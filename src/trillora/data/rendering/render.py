@@ -101,6 +101,7 @@ class RenderedRow:
     prompt_digest: int | None = None  # of a pair or a labelled answer
     label: bool | None = None  # whether the answer is good, if the row says so
     rejected: RenderedRow | None = None  # of a pair, whose chosen answer this row is
+    system: str = ""  # the system message of a conversation
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,9 @@ class Renderer:
             remarks.append("The conversation begins with the assistant: its first answer has no question")
         digest = _digest([chat.messages, chat.tools])
         row = RenderedRow(text, supervised, planted, kind="chat", digest=digest, remarks=tuple(remarks))
-        return dataclasses.replace(row, turns=len(chat.messages), shape=_shape(chat))
+        first = chat.messages[0]
+        system = first["content"] or "" if first["role"] == "system" else ""
+        return dataclasses.replace(row, turns=len(chat.messages), shape=_shape(chat), system=system)
 
     def prompt(self, chat: Chat) -> RenderedRow:
         """A conversation with a generation prompt at its end. Content cannot become control tokens, as in training."""

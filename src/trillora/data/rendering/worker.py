@@ -56,11 +56,15 @@ def main() -> None:
 
 def _answers(renderer: Renderer, rows: list[bytes], format: str, cuts: Sequence[object]) -> list[list[Any]]:
     """For each row the fields of a `RenderedRow`, or the three of a `BadRow`. Ends after the first row that uses up its
-    limit: the parent decides whether to try the others."""
+    limit: the parent decides whether to try the others. The first field is the system message, None if the row before
+    has the same."""
     answers: list[list[Any]] = []
+    system: str | None = None
     for raw, cut in zip(rows, cuts, strict=True):
         try:
-            answers.append(_fields(_limited(lambda raw=raw, cut=cut: _rendered(renderer, raw, format, cut))))
+            row = _limited(lambda raw=raw, cut=cut: _rendered(renderer, raw, format, cut))
+            new, system = None if row.system == system else row.system, row.system
+            answers.append([new, *_fields(row)])
         except BadRow as error:
             answers.append([error.what, error.do, error.past_limit])
             if error.past_limit:

@@ -254,10 +254,19 @@ function fillModels(ids) {
   showState();
 }
 
+// The system message that the rows of all adapters had in training, if it is one and the same.
+function fillSystem(messages) {
+  const [message] = messages;
+  if (messages.size !== 1 || !message || $("system").value) return;
+  $("system").value = message;
+  $("hint").textContent += " The system message of the training is set in Settings.";
+}
+
 async function start() {
   try {
     const { data } = await (await request("v1/models")).json();
     fillModels(data.map((model) => model.id));
+    fillSystem(new Set(data.filter((model) => model.parent).map((model) => model.system_message)));
     $("status").textContent = "";
     return true;
   } catch (error) {

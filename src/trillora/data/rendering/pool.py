@@ -228,7 +228,18 @@ def _row_of(
     kind, digest, weight, remarks, turns, shape, *preference = others
     spans = tuple(map(tuple, supervised)), tuple(map(tuple, planted))
     prompt_digest, label, rejected = preference or (None, None, None)
-    of_pair = (prompt_digest, label, None if rejected is None else _row_of(system, *rejected))
     return RenderedRow(
-        text, *spans, tuple(cuts), kind, digest, weight, tuple(remarks), turns, shape, *of_pair, system=system
+        text,
+        *spans,
+        tuple(cuts),
+        kind,
+        digest,
+        weight,
+        tuple(remarks),
+        turns,
+        shape,
+        prompt_digest,
+        label,
+        None if rejected is None else _row_of(system, *rejected),
+        system,
     )

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from trillora.engine.step import Batch, Counts
 
 SHORTEST = 2  # tokens of a document: one that is read and one that is predicted
-NOTHING = Counts(jnp.float32(1), jnp.float32(0), jnp.float32(1), {})
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,10 @@ class Answers:
     counts: Counts  # of the whole batch
 
     @classmethod
-    def of(cls, batch: Batch, counts: Counts) -> Self:
-        return cls(batch["segments"], batch["weights"], counts)
+    def of(cls, batch: Batch, counts: Counts | None = None) -> Self:
+        """Without counts, what needs them cannot be asked for."""
+        nothing = Counts(jnp.float32(1), jnp.float32(0), jnp.float32(1), {})
+        return cls(batch["segments"], batch["weights"], counts or nothing)
 
     @property
     def is_counted_BT(self) -> jax.Array:
@@ -141,11 +142,11 @@ class Pairs(Answers):
 
 def counts_of_pairs(batch: Batch) -> Counts:
     """The divisor is the number of pairs: the sum of their weights."""
-    return _counts(batch, Pairs.of(batch, NOTHING).pair_weight_BP.sum())
+    return _counts(batch, Pairs.of(batch).pair_weight_BP.sum())
 
 
 def counts_of_labels(batch: Batch) -> Counts:
-    return _counts(batch, jnp.abs(Answers.of(batch, NOTHING).weight_BK).sum())
+    return _counts(batch, jnp.abs(Answers.of(batch).weight_BK).sum())
 
 
 def _counts(batch: Batch, total: jax.Array) -> Counts:

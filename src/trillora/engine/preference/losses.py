@@ -26,7 +26,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trillora.engine.preference.answers import NOTHING, Answers, Pairs
+from trillora.engine.preference.answers import Answers, Pairs
 from trillora.engine.step import Batch, Mean, Means
 
 CERTAIN = -1e-6  # log-probabilities of an answer above this are taken as this, where 1 - p is a divisor
@@ -247,6 +247,6 @@ def sum_of_labels(
 
 def divergence_of(policy: jax.Array, reference: jax.Array, batch: Batch) -> Mean:
     """KTO's estimate of how far the policy is from the reference: the mean log-ratio of answers to other questions."""
-    answers = Answers.of(batch, NOTHING)
+    answers = Answers.of(batch)
     exists = answers.exists_BK
     return Mean(jnp.where(exists, answers.all_sums(policy - reference), 0).sum(), exists.sum(dtype=jnp.float32))

@@ -108,7 +108,7 @@ def test_a_chat_begins_with_it_and_can_remove_it(generator: Generator) -> None:
     assert [text for text in said if SAID in text] == [f"{SAID} It is set here too; /system removes it.\n"]
 
 
-def test_a_server_says_it_to_its_clients(run: Path, mixed: Path) -> None:
+def test_a_server_lists_it_with_the_adapter(run: Path, mixed: Path) -> None:
     service = open_service(str(run), adapters=[str(mixed)], num_rows=1, max_length=128)
     try:
         systems = {name: model.system for name, model in service.models.items()}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trillora.early.from_data import is_data_file, options_from_data, recipe_text
+from trillora.early.new import NewRecipe, new_recipe
 from trillora.recipe.load import load_recipe
 
 
@@ -42,3 +43,18 @@ def test_the_written_recipe_has_the_given_options_and_is_read_back_unchanged(
 def test_a_recipe_without_overrides_is_two_lines(tmp_path: Path) -> None:
     recipe = load_recipe(options_from_data(tmp_path / "qa.csv"))
     assert recipe_text(recipe) == f"model: smollm2\ndata: {tmp_path / 'qa.csv'}\n"
+
+
+def test_rows_with_two_answers_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1?", "chosen": "2", "rejected": "3"}\n')
+    (tmp_path / "labels.jsonl").write_text('{"prompt": "1+1?", "completion": "3", "label": false}\n')
+    (tmp_path / "qa.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    losses = [
+        load_recipe(options_from_data(tmp_path / f"{name}.jsonl")).train.loss for name in ("pairs", "labels", "qa")
+    ]
+    assert losses == ["dpo", "kto", "sft"]
+    for name, loss in (("pairs", "dpo"), ("labels", "kto"), ("qa", "sft")):
+        text = new_recipe(NewRecipe("smollm2", str(tmp_path / f"{name}.jsonl"), "cpu", "", tmp_path / "out"), tmp_path)
+        (tmp_path / "recipe.yaml").write_text(text)
+        recipe = load_recipe(tmp_path / "recipe.yaml")
+        assert recipe.train.loss == loss and recipe.train.learning_rate == (2e-4 if loss == "sft" else 2e-5)

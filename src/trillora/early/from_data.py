@@ -15,6 +15,7 @@ import os
 import re
 from typing import Any
 
+from trillora.early.training import loss_for
 from trillora.files.user_path import user_path
 from trillora.recipe import yaml
 from trillora.recipe.schema import EMBEDDED, Recipe
@@ -31,8 +32,11 @@ def is_data_file(path: str | os.PathLike[str]) -> bool:
 
 
 def options_from_data(file: str | os.PathLike[str], model: str = EMBEDDED) -> dict[str, Any]:
-    """The options of a recipe that trains `model` on all rows of a file, for `load_recipe`."""
-    return {"model": model, "data": os.path.abspath(user_path(file, where="the data file"))}
+    """The options of a recipe that trains `model` on all rows of a file, for `load_recipe`. Rows with a chosen and a
+    rejected answer are compared."""
+    path = os.path.abspath(user_path(file, where="the data file"))
+    loss = loss_for(path)
+    return {"model": model, "data": path, **({} if loss == "sft" else {"train": {"loss": loss}})}
 
 
 def recipe_text(recipe: Recipe, *comments: str) -> str:

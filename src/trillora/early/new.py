@@ -22,10 +22,11 @@ from trillora.data.reading.readers import first_rows
 from trillora.data.rendering.formats import columns_of, detect
 from trillora.data.rendering.render import parse
 from trillora.data.rows import BadRow, Fault
-from trillora.early.training import check_data, check_files
+from trillora.early.training import check_data, check_files, loss_for
 from trillora.errors import TrilloraError, nearest
 from trillora.recipe import yaml
 from trillora.recipe.data_section import DataSection
+from trillora.recipe.losses import rows_of
 
 BACKENDS = ("auto", "cpu", "gpu", "tpu")  # of this machine
 NOTEBOOKS = ("colab", "kaggle")
@@ -55,7 +56,10 @@ def check_place(place: str) -> str:
 def new_recipe(answers: NewRecipe, folder: Path) -> str:
     """The text of a recipe in `folder`."""
     data = DataSection(path=os.path.abspath(os.path.expanduser(answers.data)))
-    check_data(data)
+    assert isinstance(data.path, str)
+    loss = loss_for(data.path)
+    compares = loss != "sft"
+    check_data(data, rows_of([loss]))
     is_here = Path.cwd() == folder  # relative paths of a recipe start at its folder
     shown = answers.data if is_here and not answers.data.startswith("~") else str(data.path)
     model = answers.model if is_here or not answers.model.startswith(".") else os.path.abspath(answers.model)
@@ -75,7 +79,8 @@ def new_recipe(answers: NewRecipe, folder: Path) -> str:
         "lora: {rank: 16, alpha: 32}",
         "train:",
         "  epochs: 1  # passes over the data",
-        "  learning_rate: 2.0e-4  # auto: eight rates are tried on the first steps",
+        *([f"  loss: {loss}  # the rows have answers to compare; docs/preferences.md has the other losses"] * compares),
+        f"  learning_rate: {'2.0e-5' if compares else '2.0e-4'}  # auto: eight rates are tried on the first steps",
         "  sequence_length: 512  # tokens; `trillora inspect` shows how long the rows are",
         "  batch_size: 8  # sequences per step",
     ]

@@ -14,13 +14,14 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from trillora.data.reading.files import DataFile, expand, kind_of
 from trillora.data.reading.readers import first_rows
 from trillora.data.rendering.chat_templates import NAMED, find_template
 from trillora.data.rendering.formats import picked
-from trillora.data.rendering.preferences import detect
+from trillora.data.rendering.preferences import detect, rows_shown_by
 from trillora.data.rendering.render import parse
 from trillora.data.rows import BadRow, Fault, place, refused
 from trillora.early.model import check_model, check_targets
@@ -37,6 +38,7 @@ FEWEST_BYTES = 64 << 20  # free on the disk of a run; a rank-16 adapter of a sma
 ROWS_READ = 3  # of each file
 LENGTHS = ("steps", "epochs")  # options that a finished run may have more of
 FILES_READ = 20  # of a folder
+LOSS_FOR: dict[Rows, str] = {"answers": "sft", "pairs": "dpo", "labels": "kto"}
 
 
 def check_start(recipe: Recipe, out: Path) -> None:
@@ -115,6 +117,16 @@ def check_files(path: str) -> list[DataFile]:
     inner = path.removeprefix("file://")
     is_of_hub = HUB_ID_AT.fullmatch(inner) and kind_of(inner) is None and not os.path.lexists(inner)
     return [] if "://" in inner or is_of_hub else expand([inner])
+
+
+def loss_for(path: str) -> str:
+    """The loss for the rows of a local file, as far as its first row shows what they are for: sft, dpo or kto."""
+    with suppress(TrilloraError, BadRow):  # checked later, with a message
+        for file in check_files(path)[:1]:
+            for row in first_rows(file, 1):
+                if not isinstance(row, Fault):
+                    return LOSS_FOR[rows_shown_by(parse(row.raw), "answers")]
+    return LOSS_FOR["answers"]
 
 
 def _paths(data: DataSection) -> Iterator[str]:

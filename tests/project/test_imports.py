@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,3 +252,21 @@ def test_a_planted_upward_import_is_caught(tmp_path: Path, file: str, code: str)
         assert faults(package)[0] == []
     (package / file).write_text(code + "\n")
     assert len(faults(package)[0]) == 1
+
+
+def test_no_module_makes_an_array_when_it_is_imported() -> None:
+    """The first array starts jax's threads and takes the devices: a process that is forked later would wait for ever,
+    and several hosts could not be joined any more."""
+    program = """
+import contextlib, importlib, pkgutil, trillora
+from jax._src import xla_bridge
+from trillora.errors import TrilloraError
+for module in pkgutil.walk_packages(trillora.__path__, "trillora."):
+    if not module.name.endswith("__main__"):
+        with contextlib.suppress(TrilloraError):  # the harness, which needs a package that is not installed
+            importlib.import_module(module.name)
+        assert not xla_bridge.backends_are_initialized(), module.name
+print("imported")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout == "imported\\n", done.stderr[-2000:]

@@ -269,4 +269,4 @@ for module in pkgutil.walk_packages(trillora.__path__, "trillora."):
 print("imported")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout == "imported\\n", done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout.strip() == "imported", done.stderr[-2000:]

@@ -193,9 +193,9 @@ def test_a_data_file_of_pairs_is_inspected_with_its_loss(look: Look, tmp_path: P
         result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["inspect", file, "--model", model, *options])
         return result.exit_code, " ".join((result.stdout + result.stderr).split())
 
-    code, out = invoke()
+    code, out = invoke("train.loss=sft")
     assert code == 2 and "set train.loss: dpo to train on both answers" in out
-    code, out = invoke("train.loss=dpo", "train.sequence_length=256")
+    code, out = invoke("train.sequence_length=256")  # its rows show what they are for
     assert code == 0 and "The data is ready to train on" in out and "1, of 1 prompt" in out
     code, out = invoke("train.loss=dpo", "train.sequence_length=256", "--json")
     found = json.loads(out)

@@ -398,7 +398,7 @@ def test_stages_are_recipes_of_their_own() -> None:
     assert (train.steps, train.epochs, train.learning_rate, train.schedule) == (None, 2, 2e-4, "cosine")
     assert (train.decay_fraction, train.sequence_length, chat.recipe.data.pack) == (None, 128, False)
     (only,) = stages_of(load_recipe(SMALLEST))
-    assert only.recipe.model_dump() == {**load_recipe(SMALLEST).model_dump(), "keeps_reference": False}
+    assert only.recipe.model_dump() == {**load_recipe(SMALLEST).model_dump(), "run_has_reference": False}
 
 
 def test_resolved_stages_read_back_with_what_was_chosen_for_each(tmp_path: Path) -> None:

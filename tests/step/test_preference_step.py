@@ -236,7 +236,7 @@ def test_kto_is_the_formula_and_its_estimate_is_of_the_whole_batch() -> None:
     train = {"loss": "kto", "beta": 0.2, "undesirable_weight": 0.5}
     rows, others = labelled()
     assembly = assembly_of(train, rows=8)
-    state = state_of(assembly)
+    state = state_of(assembly, policy=2, reference=1)
 
     shift = max(0.0, float(ratios(assembly, state.adapter, state.reference, base_of(assembly), others).mean()))
     is_good = np.array([row[0][2] > 0 for row in rows])

@@ -505,14 +505,23 @@ class Recipe(Section):
             raise conflict("merge.weights", what, "give one weight per phase, in their order")
         return self
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the state has the adapter that preferences are compared with."""
+        return self.train.has_reference
+
 
 class StageRecipe(Recipe):
     """A recipe with one stage: what the parts of a run are built from."""
 
     data: DataSection = Field(description="The training data: a path, or a mapping.")
-    keeps_reference: bool = Field(
+    run_has_reference: bool = Field(
         default=False, description="The state of the run has the adapter that preferences are compared with."
     )
+
+    @property
+    def keeps_reference(self) -> bool:
+        return self.run_has_reference or self.train.has_reference
 
     @model_validator(mode="after")
     def _trains_one_kind_of_group(self) -> StageRecipe:
@@ -537,7 +546,7 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
     sections = {name: getattr(recipe, name) for name in Recipe.model_fields if name not in _PARTS}
     parts = recipe.stages or recipe.phases
     losses = [recipe.train] if parts is None else [_train_of(recipe.train, part) for part in parts]
-    sections["keeps_reference"] = any(train.has_reference for train in losses)
+    sections["run_has_reference"] = any(train.has_reference for train in losses)
     if parts is None:
         return (Stage("train", StageRecipe(**sections)),)
     return tuple(

@@ -178,7 +178,7 @@ def evaluation_of(model: CausalLM, recipe: StageRecipe, chunk: int) -> Evaluatio
         return _evaluation_of_tokens(model, chunk, packed=recipe.data.pack)
     objective = objective_of(model, recipe, chunk)
 
-    def evaluate(adapter: Tree, reference: Tree, base: Tree, batch: Batch) -> Sums:
+    def eval_step(adapter: Tree, reference: Tree, base: Tree, batch: Batch) -> Sums:
         counts = objective.counts(batch)
         if objective.before is not None:
             counts = counts._replace(means=objective.before(adapter, reference, base, batch))
@@ -188,11 +188,11 @@ def evaluation_of(model: CausalLM, recipe: StageRecipe, chunk: int) -> Evaluatio
         weights = batch["weights"]
         return {"loss": loss, "num_tokens": counts.num_tokens, "num_wanted": (weights * (weights > 0)).sum(), **sums}
 
-    return evaluate
+    return eval_step
 
 
 def _evaluation_of_tokens(model: CausalLM, chunk: int, *, packed: bool) -> Evaluation:
-    def evaluate(adapter: Tree, _reference: Tree, base: Tree, batch: Batch) -> Sums:
+    def eval_step(adapter: Tree, _reference: Tree, base: Tree, batch: Batch) -> Sums:
         inputs, targets, weights = model_inputs(batch, packed=packed), batch["targets"], batch["weights"]
         if model.has_separate_head:
             hidden, head_adapter = model.hidden(base, adapter, inputs), model.head_adapter(adapter)
@@ -201,7 +201,7 @@ def _evaluation_of_tokens(model: CausalLM, chunk: int, *, packed: bool) -> Evalu
             found = totals(model.logits(base, adapter, inputs), targets, weights)
         return {"loss": found.loss, "num_correct": found.num_correct, "num_tokens": weights.sum()}
 
-    return evaluate
+    return eval_step
 
 
 def token_score_function(model: CausalLM, chunk: int, *, packed: bool) -> Callable[[Tree, Tree, Batch], TokenScores]:

@@ -266,13 +266,16 @@ def to_json(event: Event) -> str:
 def to_metrics_line(event: Event) -> str | None:
     """The event as a line of metrics.jsonl; None if it is not a metric."""
     kind = _KINDS.get(type(event))
-    return None if kind is None else _to_line({"kind": kind}, event)
+    if kind is None:
+        return None
+    line = json.loads(_to_line({"kind": kind}, event))
+    if line.get("preferences", 0) is None:
+        del line["preferences"]  # most runs have none
+    return json.dumps(line)
 
 
 def _to_line(head: dict[str, str], event: Event) -> str:
     fields = {name: _plain(value) for name, value in dataclasses.asdict(event).items()}
-    if fields.get("preferences", 0) is None:
-        del fields["preferences"]
     return json.dumps({**head, **fields}, allow_nan=False, default=str)
 
 

@@ -343,7 +343,7 @@ EVIDENCE = (
             "test_preference_formulas.py::",
             "test_own_loss.py::",
         ),
-        least=60,
+        least=150,
     ),
     Guarantee(
         "golden losses",

@@ -86,6 +86,10 @@ def write_chats(path: Path, num_rows: int = 21) -> Path:
         }
         for a in range(num_rows)
     ]
+    return _write_rows(path, rows)
+
+
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return path
 
@@ -100,8 +104,7 @@ def write_pairs(path: Path, num_rows: int = 40) -> Path:
         }
         for a in range(num_rows)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return path
+    return _write_rows(path, rows)
 
 
 def write_labels(path: Path, num_rows: int = 40) -> Path:
@@ -114,8 +117,7 @@ def write_labels(path: Path, num_rows: int = 40) -> Path:
         }
         for a in range(num_rows)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return path
+    return _write_rows(path, rows)
 
 
 def recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:

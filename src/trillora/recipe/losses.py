@@ -150,8 +150,6 @@ def with_preference_rate(value: object) -> Any:
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         return value
-    if not any(is_file(name) or canonical(name) in LOSSES for name in names):
-        return value  # it is refused later
     known = [name for name in names if is_file(name) or canonical(name) in LOSSES]
     return value if rows_of(known) == "answers" else {**value, "learning_rate": PREFERENCE_RATE}
 

@@ -225,6 +225,9 @@ class _Training(RunProcess):
                 course.ahead.eval_plans(number, widest_of(course.plans[number]).assembly) for number in course.left
             ]
             self._listener(Note(describe(planned_programs(entries, plans, evaluations, is_new=is_new))))
+        stages = [stage for entry in course.entries for stage in entry.members]
+        if any(stage.recipe.train.rows != "answers" and stage.recipe.lora.dropout for stage in stages):
+            self._listener(Note("lora.dropout is off where answers are compared: chance would look like a preference"))
         for line in adapted_lines(adapted_share(course.plan.assembly.model)):
             self._listener(Note(line))
 

@@ -1,4 +1,12 @@
-"""What a step computes with the model: the loss to minimize, and what an evaluation sums up."""
+"""What a step computes with the model: the loss to minimize, and what an evaluation sums up.
+
+    objective = objective_of(model, stage.recipe, chunk=512)
+    step = make_train_step(objective, optimizer, schedule, max_grad_norm=1.0)
+    sums = evaluation_of(model, stage.recipe, chunk=512)(adapter, reference, base, batch)
+
+A loss of answers to learn is a sum over tokens. A loss of preferences needs two forward passes, with the adapter and
+with the reference, of which only the first has a gradient.
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load
 from tiny_run import assert_same, checkpoints_of, copy_interrupted, metrics
 
 from trillora.errors import TrilloraError
+from trillora.events import Note
 from trillora.model.adapters import load_adapter
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
@@ -167,3 +168,14 @@ def test_a_loss_of_preferences_brings_its_own_rate_and_resets_the_optimizer(fold
     second = load_recipe(two).stages[1]
     assert second.learning_rate == 2e-5 and second.optimizer_state == "restart"
     assert load_recipe(json.loads(load_recipe(two).model_dump_json())) == load_recipe(two)
+
+
+def test_dropout_is_off_and_a_run_says_so(folder: Path, tmp_path: Path) -> None:
+    values = recipe(folder, lora={"rank": 4, "alpha": 8, "dropout": 0.5}, train={"steps": 1})
+    notes: list[str] = []
+    train(
+        load_recipe(values), tmp_path / "run", listener=lambda e: notes.append(e.text) if isinstance(e, Note) else None
+    )
+    assert sum("dropout is off" in note for note in notes) == 1
+    [step] = metrics(tmp_path / "run", "step")
+    assert step["loss"] == pytest.approx(math.log(2), abs=1e-7)  # with chance in it, it would not be

@@ -219,6 +219,14 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """The run's files are complete up to a step: an evaluation is in them, or the end of the run. Whoever shows the run
+    from its files can read them now."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class HistoryEntry:
     """A line of history.jsonl: what happened to the run as a whole. Not sent to listeners."""
 
@@ -230,7 +238,7 @@ class HistoryEntry:
 
 
 Metric = Step | Skipped | Evaluated | Sampled | AdapterStep | AdapterEnded | Scored
-Event = Note | Alarm | Chosen | Progress | Saved | AdaptersStarted | Metric
+Event = Note | Alarm | Chosen | Progress | Saved | Recorded | AdaptersStarted | Metric
 Listener = Callable[[Event], None]
 QUIET_SECONDS = 2.0  # people see progress only for work that takes longer
 

@@ -19,12 +19,12 @@ from report_page import report
 from sample_runs import EVALUATED, facts, write_lines, write_run
 
 from trillora.errors import TrilloraError
-from trillora.events import Evaluated, Note, Sample, Sampled, Skipped, Step, to_metrics_line
+from trillora.events import Alarm, Evaluated, Event, Note, Recorded, Sample, Sampled, Skipped, Step, to_metrics_line
 from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.report.run.curves.chart import calmed, nice_ticks, smoothed, thinned
 from trillora.report.run.read import read_run
 from trillora.report.run.status import total_seconds
-from trillora.report.run.write import write_report
+from trillora.report.run.write import report_listener, write_report
 from trillora.secrets import MASK
 
 FILES = ("run.json", "metrics.jsonl", "history.jsonl", "resolved.yaml", "eval.json")
@@ -171,6 +171,19 @@ def test_report_replaces_the_old_page_and_leaves_no_other_file(run: Path) -> Non
     assert write_report(run) == run / "report.html"
     assert {path.name for path in run.iterdir()} == before
     assert (run / "report.html").read_text("utf-8").endswith("</html>\n")
+
+
+def test_the_report_follows_the_events_and_cannot_stop_training(run: Path) -> None:
+    heard: list[Event] = []
+    listen = report_listener(run, heard.append)
+    listen(Note("a step"))
+    assert not (run / "report.html").exists()
+    listen(Recorded(300))
+    assert (run / "report.html").exists() and heard == [Note("a step"), Recorded(300)]
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()  # cannot be replaced by a file
+    listen(Recorded(301))
+    assert isinstance(heard[-1], Alarm) and "report could not be written" in heard[-1].text
 
 
 # Damaged folders

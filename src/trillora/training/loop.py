@@ -26,11 +26,11 @@ from trillora.evaluation.token_metrics import TokenMetrics
 from trillora.events import (
     AdapterEnded,
     AdapterStep,
-    Alarm,
     Evaluated,
     Listener,
     Note,
     Preferences,
+    Recorded,
     Sample,
     Sampled,
     Skipped,
@@ -38,7 +38,6 @@ from trillora.events import (
 )
 from trillora.files.checkpoints import Checkpoints
 from trillora.model.layout import Tree
-from trillora.report.run.write import write_report
 from trillora.runs.files import METRICS_FILE
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch
@@ -104,13 +103,6 @@ class Run:
                 lambda: {**make_files(copied), METRICS_FILE: metrics()},
                 None if is_bad else lambda: self.checkpoints.prune(self.keep_checkpoints),
             )
-
-    def update_report(self) -> None:
-        if jax.process_index() == 0:
-            try:
-                write_report(self.folder.path)
-            except Exception as error:  # a broken report must not stop training
-                self.listener(Alarm(f"The report could not be written: {error!r}"))
 
 
 def train_entries(run: Run, works: Sequence[EntryWork], state: TrainState) -> str | None:
@@ -297,7 +289,7 @@ class EntryLoop:
             if samples:
                 run.listener(Sampled(step, self._entry.members[number].name, samples))
             self._position.members[number].measured_at = step
-        run.update_report()
+        run.listener(Recorded(step))
         self._last_report = time.perf_counter()  # evaluation time is not part of the next step's time
         run.watchdog.restart()
         return True

@@ -29,6 +29,7 @@ from trillora.model.loading.digest import tokenizer_digest, weights_digest
 from trillora.model.loading.source import OpenModel, weight_files
 from trillora.recipe.resolve import ResolvedRecipe, keep_dates, keep_fixed
 from trillora.recipe.schema import Recipe, stages_of
+from trillora.report.run.write import report_listener
 from trillora.runs.files import METRICS_FILE
 from trillora.secrets import mask_values
 from trillora.step.adapter_spec import Start, open_start
@@ -182,7 +183,7 @@ class RunProcess:
         with tracking_listener(
             folder, first_step, track.services, track.project, config, self._listener, track.every_steps or 1
         ) as listener:
-            yield self._folder.recording(listener)
+            yield report_listener(folder, self._folder.recording(listener))
 
     def _check_saved(self, saver: Saver) -> None:
         """Training may continue after a failed save, but a run may not end with one."""

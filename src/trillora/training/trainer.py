@@ -23,7 +23,7 @@ from trillora.devices.mesh import any_process
 from trillora.early.training import LENGTHS, check_not_finished
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
-from trillora.events import AdaptersStarted, Alarm, Listener, Note, ignore_events
+from trillora.events import AdaptersStarted, Alarm, Listener, Note, Recorded, ignore_events
 from trillora.files.checkpoints import Checkpoints
 from trillora.files.owner import lock_run, own_checkpoints, removed_if_unused
 from trillora.files.storage import open_storage
@@ -309,4 +309,4 @@ class _Training(RunProcess):
 
     def _end(self, run: Run, event: str, reason: str) -> None:
         self._folder.add_history(event, run.position.global_step, reason)
-        run.update_report()
+        run.listener(Recorded(run.position.global_step))

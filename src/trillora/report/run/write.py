@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trillora.errors import TrilloraError
+from trillora.events import Alarm, Event, Listener, Recorded
 from trillora.files.atomic import write_file
 from trillora.report.run.page import page
 from trillora.report.run.read import read_run
@@ -22,3 +23,17 @@ def write_report(run: Path) -> Path:
             f"The report cannot be written: {error.strerror}.", where=str(file), do="make the run's folder writable"
         ) from None
     return file
+
+
+def report_listener(run: Path, inner: Listener) -> Listener:
+    """A listener that passes every event to `inner`, and writes the report whenever the run's files are complete."""
+
+    def listen(event: Event) -> None:
+        inner(event)
+        if isinstance(event, Recorded):
+            try:
+                write_report(run)
+            except Exception as error:  # a broken report must not stop training
+                inner(Alarm(f"The report could not be written: {error!r}"))
+
+    return listen

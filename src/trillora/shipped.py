@@ -70,8 +70,9 @@ def shipped_recipes() -> dict[str, ShippedRecipe]:
 
 
 def shipped_files() -> list[Path]:
-    """The files of all recipes, each once."""
-    return sorted({path for recipe in shipped_recipes().values() for path in recipe.files()})
+    """The files of all recipes, each once, and the examples of losses."""
+    of_recipes = {path for recipe in shipped_recipes().values() for path in recipe.files()}
+    return sorted(of_recipes | set((HOME / "losses").glob("*.py")))
 
 
 @dataclass(frozen=True)

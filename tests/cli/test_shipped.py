@@ -23,8 +23,9 @@ def local_files(recipe: Path, *, tiny: bool) -> set[Path]:
     found = set()
     for stage in stages_of(load_recipe(recipe, tiny=tiny)):
         data = stage.recipe.data
-        assert isinstance(data.path, str) and Path(data.path).is_absolute(), "not a local file"
-        found |= {Path(file.path) for file in expand([data.path])}
+        paths = [data.path, *([data.validation] if data.validation else [])]
+        assert all(isinstance(path, str) and Path(path).is_absolute() for path in paths), "not a local file"
+        found |= {Path(file.path) for file in expand(paths)}
         found |= {Path(data.json_schema)} if data.json_schema else set()
     return found
 

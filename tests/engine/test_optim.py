@@ -35,7 +35,7 @@ from trillora.model.adapters import load_adapter
 from trillora.model.layout import Leaf
 from trillora.model.loading.source import load_config
 from trillora.recipe.load import load_recipe
-from trillora.step import build as assembly_module
+from trillora.step import shardings
 from trillora.step.build import assemble, decayed_leaves
 from trillora.training.trainer import train
 
@@ -467,7 +467,7 @@ def test_every_optimizer_learns_in_a_run(tmp_path: Path, name: OptimizerName) ->
 
 def test_lion_8bit_on_a_mesh_equals_one_device(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a split adapter and momentum; normally only large adapters are split."""
-    monkeypatch.setattr(assembly_module, "COPIED_ADAPTER_BYTES", 0)
+    monkeypatch.setattr(shardings, "COPIED_ADAPTER_BYTES", 0)
     settings = {"optimizer": "lion-8bit", "learning_rate": 1e-3, "steps": 3}
     runs: dict[str, tuple[float, ...]] = {}
     for name, hardware in {
@@ -487,7 +487,7 @@ def test_lion_8bit_on_a_mesh_equals_one_device(folder: Path, tmp_path: Path, mon
 def test_optimizer_arrays_are_split_where_the_adapter_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: OptimizerName, num_like_it: int
 ) -> None:
-    monkeypatch.setattr(assembly_module, "COPIED_ADAPTER_BYTES", 0)
+    monkeypatch.setattr(shardings, "COPIED_ADAPTER_BYTES", 0)
     settings = tiny_run.recipe(
         folder,
         model={"dtype": "float32"},

@@ -49,6 +49,9 @@ def main() -> int:
         "romanian/text.jsonl": text,
         "romanian/chats.jsonl": chats,
         "bookings.jsonl": list(bookings()),
+        "replies/chats.jsonl": list(replies()),
+        "replies/pairs.jsonl": list(reply_pairs(200, "pairs")),
+        "replies/held-out.jsonl": list(reply_pairs(40, "held-out pairs")),
         "coder/code.jsonl": list(snippets(wheels)),
         "coder/linux.jsonl": list(commands()),
         "coder/python.jsonl": list(functions(wheels)),
@@ -153,6 +156,65 @@ def bookings(number: int = 400) -> Iterator[Row]:
 def booking(said: dict[str, str]) -> str:
     people, day, time, place = PEOPLE[said["people"]], said["day"], TIMES[said["time"]], said["place"]
     return json.dumps({"people": people, "day": day, "time": time, "place": place})
+
+
+# ---- replies of a help desk, and which of two is better
+
+NOTES = (  # what is known, the question, and the answer
+    ("Order {number} left with {name}.", "Where is my order?", "Your order {number} left with {name}."),
+    ("{name} opens at {hour} on {day}.", "When can I come on {day}?", "{name} opens at {hour} on {day}."),
+    ("Room {number} is free on {day}.", "Which room can I have on {day}?", "Room {number} is free on {day}."),
+    ("The {thing} costs {number} euros.", "How much is the {thing}?", "The {thing} costs {number} euros."),
+    ("{name} repairs the {thing} by {day}.", "When is my {thing} ready?", "{name} repairs your {thing} by {day}."),
+    ("Train {number} to {name} leaves at {hour}.", "When does my train leave?", "Train {number} leaves at {hour}."),
+)
+WORDS = {
+    "day": ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"],
+    "hour": [f"{hour}:{minute}" for hour in range(7, 21) for minute in ("00", "30")],
+    "name": ["Alba", "Boreal", "Cedar", "Delta", "Elm", "Fjord", "Gala", "Harbor", "Indigo", "Juniper"],
+    "thing": ["bicycle", "camera", "coat", "drill", "guitar", "kettle", "lamp", "laptop", "radio", "tent"],
+}
+FILLER = (
+    "Thank you for your message.",
+    "I hope this helps.",
+    "We are happy to help.",
+    "Feel free to write again.",
+    "Have a nice day!",
+    "We value your trust.",
+)
+MOST_FILLER = 4  # sentences of it in one reply
+
+
+def replies(number: int = 400) -> Iterator[Row]:
+    """Replies with 0 to 4 sentences of filler: all numbers are equally frequent."""
+    rng = random.Random("replies")  # noqa: S311
+    for index in range(number):
+        question, answer = note(rng)
+        yield chat(question, with_filler(answer, index % (MOST_FILLER + 1), rng))
+
+
+def reply_pairs(number: int, name: str) -> Iterator[Row]:
+    """The chosen reply has one sentence of filler less. Nearly every number of them is chosen as often as rejected."""
+    rng = random.Random(name)  # noqa: S311
+    for index in range(number):
+        question, answer = note(rng)
+        fewer = index % MOST_FILLER
+        chosen, rejected = (with_filler(answer, count, rng) for count in (fewer, fewer + 1))
+        yield {
+            "prompt": [{"role": "user", "content": question}],
+            "chosen": [{"role": "assistant", "content": chosen}],
+            "rejected": [{"role": "assistant", "content": rejected}],
+        }
+
+
+def note(rng: random.Random) -> tuple[str, str]:
+    said = {"number": rng.randint(100, 999)} | {slot: rng.choice(words) for slot, words in WORDS.items()}
+    known, question, answer = (text.format(**said) for text in rng.choice(NOTES))
+    return f"{known} {question}", answer
+
+
+def with_filler(answer: str, number: int, rng: random.Random) -> str:
+    return " ".join([answer, *rng.sample(FILLER, number)])
 
 
 # ---- four skills of a coding assistant

@@ -220,8 +220,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The run's files are complete up to a step: an evaluation is in them, or the end of the run. Whoever shows the run
-    from its files can read them now."""
+    """The run's files are complete up to a step: an evaluation is in them, or the end of the run. What is made from the
+    files can be made now."""
 
     step: int
 

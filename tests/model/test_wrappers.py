@@ -38,6 +38,8 @@ from trillora.model.loading.weights import load_weights
 from trillora.model.loading.wrapper import removed_modules
 from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import load_recipe
+from trillora.report.event_text import adapted_lines
+from trillora.step.adapted_share import adapted_share
 from trillora.training.trainer import train
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
@@ -89,7 +91,9 @@ def test_peft_loads_the_adapter_on_the_wrapper_and_computes_the_same(
     wrapper.save_pretrained(tmp_path / "model")
     spec = LoraSpec(rank=4, alpha=8)
     model = CausalLM(load_config(tmp_path / "model"), ModelOptions(scan=False, remat="none"), lora=spec)
-    assert removed_modules(model.module)
+    removed = removed_modules(model.module)
+    assert removed and set(adapted_share(model).left_out) <= {name.rpartition(".")[2] for name in removed}
+    assert f"without {', '.join(adapted_share(model).left_out)}" in adapted_lines(adapted_share(model))[-1]
     inside = model.module.get_decoder().modules()
     assert {id(model.module.get_submodule(target)) for target in model.targets} < {id(child) for child in inside}
 

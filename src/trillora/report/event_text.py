@@ -73,6 +73,8 @@ def adapted_lines(share: AdaptedShare) -> list[str]:
             f"Frozen: {linear.num_frozen} linear layers ({' '.join(share.frozen_names[:12])}), "
             f"{_of_all(linear.frozen, share.total)}. To adapt them, add their names to lora.targets"
         )
+    if share.left_out:
+        lines.append(f"Only the text model is loaded and trained, without {', '.join(share.left_out)}")
     return lines
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trillora.model.bridge import CausalLM
+from trillora.model.loading.wrapper import removed_modules
 from trillora.model.lora import linear_layers
 from trillora.model.parts.expert_parameters import expert_parameters
 
@@ -36,6 +37,7 @@ class AdaptedShare:
     num_experts: int  # in one layer
     total: int  # parameters of the base
     trained: int  # parameters of the adapter
+    left_out: tuple[str, ...] = ()  # last parts of the names of what a multimodal model has beside its text model
 
 
 def adapted_share(model: CausalLM) -> AdaptedShare:
@@ -54,7 +56,12 @@ def adapted_share(model: CausalLM) -> AdaptedShare:
         num_experts=max((parameter.num_experts for parameter in experts.values()), default=0),
         total=sum(p.numel() for name, p in model.module.named_parameters() if name not in of_adapter),
         trained=sum(math.prod(leaf.shape) for leaf in model.adapter_layout.values()),
+        left_out=_outermost(removed_modules(model.module)),
     )
+
+
+def _outermost(names: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted(last for parent, _, last in (name.rpartition(".") for name in names) if parent not in names))
 
 
 def _part(sizes: Mapping[str, int], targets: set[str]) -> AdaptedPart:

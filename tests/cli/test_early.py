@@ -202,6 +202,12 @@ def test_an_unfinished_run_answers_only_with_its_base(world: Path) -> None:
     check_source("runs/done", with_adapter=False)
     with pytest.raises(TrilloraError, match="is not finished"):
         check_source("runs/done")
+    unfinished = Path("runs/done/checkpoints/.tmp-00000004")
+    unfinished.mkdir(parents=True)
+    with pytest.raises(TrilloraError, match="no adapter yet, and no checkpoint"):
+        check_source("runs/done")
+    unfinished.rename(unfinished.with_name("step-00000004"))
+    check_source("runs/done")
 
 
 def test_the_error_for_a_wrong_run_names_the_runs_there(world: Path) -> None:

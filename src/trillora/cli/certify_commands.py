@@ -52,10 +52,12 @@ def verify(target: Target, *, base: BaseModel = None, as_json: JsonResult = Fals
 
 def _check_there(target: str) -> None:
     from trillora.files.user_path import user_path
+    from trillora.runs.files import is_run
     from trillora.runs.saved import find_adapter
 
-    if not user_path(target, where="the folder to certify").exists():
-        find_adapter(target)  # raises
+    folder = user_path(target, where="the folder to certify")
+    if is_run(folder) or not folder.exists():
+        find_adapter(target)  # raises if there is none
 
 
 def certify_with_page(

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trillora.early.model import check_model
+from trillora.files.checkpoints import Checkpoints
+from trillora.files.storage import open_storage
 from trillora.files.user_path import user_path
 from trillora.recipe.load import load_model_section
 from trillora.runs.files import CHECKPOINTS, RECIPE_FILE, is_run
 from trillora.runs.manifest import not_a_run
-from trillora.runs.saved import SavedRun, find_adapter
+from trillora.runs.saved import SavedRun, find_adapter, not_finished
 
 
 def check_run(
@@ -27,11 +29,21 @@ def check_run(
     finished has the adapter of its last checkpoint."""
     run = SavedRun.open(folder, overrides)
     which = adapter if adapter is not None else stage if stage in run.parts else None
-    place = run.recipe.train.checkpoint_dir or run.folder / CHECKPOINTS
-    is_saved = not run.is_finished and not run.parts and ("://" in str(place) or Path(place).is_dir())
-    if which is not None or not is_saved:
+    if which is not None or run.is_finished or run.parts:
         run.finished_adapter(which)
+    elif not _has_checkpoint(run):
+        raise not_finished(run, "it has no adapter yet, and no checkpoint")
     return run
+
+
+def _has_checkpoint(run: SavedRun) -> bool:
+    """Whether there may be one. No file of it is read, and no address is contacted yet."""
+    inside, given = run.folder / CHECKPOINTS, run.recipe.train.checkpoint_dir
+
+    def has_some(place: str) -> bool:
+        return "://" in place or (Path(place).is_dir() and bool(Checkpoints(open_storage(place)).steps()))
+
+    return has_some(str(inside)) or (given is not None and has_some(given))
 
 
 def check_source(

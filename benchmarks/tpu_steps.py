@@ -3,6 +3,7 @@
     python benchmarks/tpu_steps.py models       models of 2026 on the smallest slice that fits
     python benchmarks/tpu_steps.py shapes       typical shapes, with Tunix' steps of the same shapes
     python benchmarks/tpu_steps.py models --only gemma      cases whose name contains the word
+    python benchmarks/tpu_steps.py preferences              DPO and ORPO against SFT, on the same number of tokens
     python benchmarks/tpu_steps.py scaling --estimate       longer sequences, more layers, vocabulary and devices
     python benchmarks/tpu_steps.py models --estimate        on machines without the TPU compiler
 
@@ -46,10 +47,12 @@ class Case:
     tunix_seconds: float | None = None
     changes: tuple[tuple[str, int], ...] = ()  # of the model's configuration
     options: str = ""  # more lines of the recipe
+    loss: str = "sft"
 
     @property
     def name(self) -> str:
-        return " ".join([self.model, *(f"{key} {value:,}" for key, value in self.changes)])
+        loss = () if self.loss == "sft" else (self.loss,)
+        return " ".join([self.model, *loss, *(f"{key} {value:,}" for key, value in self.changes)])
 
 
 def grown(slice_name: str = "v6e-1", tokens: int = 2048, **changes: int) -> Case:
@@ -57,6 +60,12 @@ def grown(slice_name: str = "v6e-1", tokens: int = 2048, **changes: int) -> Case
     devices = find_slice(slice_name).num_devices
     options = f"engine: {{remat: attention}}\nhardware: {{mesh: {{data: {devices}}}}}\n"
     return Case("meta-llama/Llama-3.2-1B", (slice_name,), 1, tokens, None, tuple(changes.items()), options)
+
+
+def compared(loss: str) -> Case:
+    """One sequence on each device, with the settings that `auto` chooses for SFT."""
+    options = "engine: {remat: attention}\nhardware: {mesh: {fsdp: 8}}\n"
+    return Case("meta-llama/Llama-3.1-8B", ("v6e-8",), 1, 2048, None, (), options, loss)
 
 
 CASES = {
@@ -75,6 +84,7 @@ CASES = {
         Case("Qwen/Qwen3-0.6B", ("v5e-8",), 1, 2048, 0.180),
         Case("meta-llama/Llama-3.1-8B", ("v6e-8",), 3, 8192),
     ),
+    "preferences": tuple(compared(loss) for loss in ("sft", "dpo", "orpo")),
     "scaling": (
         *(grown(tokens=tokens) for tokens in (2048, 8192, 32768, 131072)),
         *(grown(num_hidden_layers=layers) for layers in (8, 32, 64)),
@@ -165,7 +175,12 @@ def recipe(case: Case, place: str, folder: Path) -> Any:
     batch_size = case.rows_per_device * find_slice(place).num_devices
     data = folder / "rows.jsonl"
     text = "The quick brown fox jumps over the lazy dog. " * (case.tokens // 8)
-    data.write_text("".join(json.dumps({"text": f"{i} {text}"}) + "\n" for i in range(2 * batch_size)))
+    half = text[: len(text) // 3]
+    rows = [
+        {"text": f"{i} {text}"} if case.loss == "sft" else {"prompt": f"{i}", "chosen": half, "rejected": half + "Lazy."}
+        for i in range(2 * batch_size)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = case.model
     if model == DENSE or case.changes:
         config = dense_config() if model == DENSE else json.loads(KNOWN_MODELS.read_text())[model]
@@ -173,9 +188,11 @@ def recipe(case: Case, place: str, folder: Path) -> Any:
         Path(model).mkdir(exist_ok=True)
         (Path(model) / "config.json").write_text(json.dumps({**config, **dict(case.changes)}))
     file = folder / "recipe.yaml"
+    kind = "text" if case.loss == "sft" else "preference"
     file.write_text(
-        f"model: {{name: {json.dumps(model)}, quantize: auto}}\ndata: {{path: {data}, format: text}}\n"
-        f"train: {{sequence_length: {case.tokens}, batch_size: {batch_size}, steps: 100000}}\n" + case.options
+        f"model: {{name: {json.dumps(model)}, quantize: auto}}\ndata: {{path: {data}, format: {kind}}}\n"
+        f"train: {{sequence_length: {case.tokens}, batch_size: {batch_size}, steps: 100000, loss: {case.loss}}}\n"
+        + case.options
     )
     return load_recipe(file)
 

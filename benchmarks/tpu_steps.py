@@ -176,10 +176,8 @@ def recipe(case: Case, place: str, folder: Path) -> Any:
     data = folder / "rows.jsonl"
     text = "The quick brown fox jumps over the lazy dog. " * (case.tokens // 8)
     half = text[: len(text) // 3]
-    rows = [
-        {"text": f"{i} {text}"} if case.loss == "sft" else {"prompt": f"{i}", "chosen": half, "rejected": half + "Lazy."}
-        for i in range(2 * batch_size)
-    ]
+    row = {"text": text} if case.loss == "sft" else {"prompt": "Write.", "chosen": half, "rejected": half + "Lazy."}
+    rows = [{name: f"{i} {value}" for name, value in row.items()} for i in range(2 * batch_size)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = case.model
     if model == DENSE or case.changes:

@@ -1,5 +1,5 @@
-"""Whole runs of the real embedded model reach their scores: --tiny of the recipes, and preferences. test_first_ten_minutes.py has the
-quickstart.
+"""Whole runs of the real embedded model reach their scores: --tiny of the recipes, and a run with preferences.
+test_first_ten_minutes.py has the quickstart.
 
 Each run is a process with XLA's optimizations and without the settings of conftest.py. A threshold is below what was
 measured on x86-64 and on ARM, and far above what the base or a guess has; `make recipes` trains all steps.

@@ -37,7 +37,7 @@ class AdaptedShare:
     num_experts: int  # in one layer
     total: int  # parameters of the base
     trained: int  # parameters of the adapter
-    left_out: tuple[str, ...] = ()  # last parts of the names of what a multimodal model has beside its text model
+    left_out: tuple[str, ...] = ()  # last parts of the names of what a multimodal model has next to its text model
 
 
 def adapted_share(model: CausalLM) -> AdaptedShare:

@@ -47,10 +47,7 @@ OTHERS = {
 }
 PAGES = {"docs/models.md": "architectures", "docs/ATLAS.md": "atlas-"}
 # Numbers in README that no one measured: names, versions, bounds and the conditions of a measurement.
-NOT_MEASURED = (
-    *("Python 3.11 or newer"),
-    *("1.2B model", "rank 16 on seven layers"),
-)
+NOT_MEASURED = ("Python 3.11 or newer", "1.2B model", "rank 16 on seven layers")
 NUMBER = re.compile(rf"(?<![\w.])(?<!\w-){FIGURE}")
 WORDS = "four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty|fifty|hundred|thousand|twice"
 NUMBER_WORD = re.compile(rf"(?<![\w-])(?:{WORDS})(?![\w-])", re.IGNORECASE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,71 @@ def test_resumed_in_either_stage_it_ends_bit_for_bit_the_same(
     assert_same(tmp_path / "run", whole)
 
 
+def precomputing(folder: Path, **data: Any) -> dict[str, Any]:
+    values = stages(folder)
+    values["stages"][1] |= {"precompute_ref_log_probs": True}
+    values["stages"][1]["data"] |= data
+    return values
+
+
+@pytest.fixture(scope="module")
+def precomputed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("precomputed") / "run"
+    train(load_recipe(precomputing(folder)), run)
+    return run
+
+
+def same_numbers(run: Path, whole: Path) -> None:
+    """Of two programs that add up in another order."""
+    for own, other in zip(metrics(run, "step"), metrics(whole, "step"), strict=True):
+        assert own["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        for name, value in other.get("preferences", {}).items():
+            assert value is None or own["preferences"][name] == pytest.approx(value, abs=1e-5)
+    ours, theirs = load_adapter(run / "adapter")[1], load_adapter(whole / "adapter")[1]
+    for name, array in theirs.items():
+        np.testing.assert_allclose(ours[name], array, atol=1e-4 * float(np.abs(array).max()))
+
+
+def test_what_the_reference_thinks_may_be_computed_once(precomputed: Path, whole: Path) -> None:
+    same_numbers(precomputed, whole)
+    [kept] = (precomputed / "references").iterdir()
+    arrays_of = load(kept.joinpath("step-00000000", "log_probs.safetensors").read_bytes())
+    assert arrays_of["0"].min() < -1 and arrays_of["0"].max() == 0  # log-probabilities, and zeros for other tokens
+
+
+@pytest.mark.parametrize("references", ["kept", "gone", "damaged"])
+def test_a_resumed_run_has_the_same_reference(folder: Path, precomputed: Path, tmp_path: Path, references: str) -> None:
+    run = tmp_path / "run"
+    copy_interrupted(precomputed, run, 8)
+    shutil.rmtree(run / "references", ignore_errors=True)
+    if references != "gone":
+        shutil.copytree(precomputed / "references", run / "references")
+    if references == "damaged":
+        [file] = run.glob("references/*/*/log_probs.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+    notes: list[str] = []
+    train(load_recipe(precomputing(folder)), run, listener=lambda e: notes.append(getattr(e, "text", "")))
+    assert any("The reference reads" in note for note in notes) == (references != "kept")
+    assert_same(run, precomputed)
+
+
+@pytest.mark.parametrize("options", ["padded", "lengths", "devices"])
+def test_every_sequence_has_its_own_reference(folder: Path, tmp_path: Path, options: str) -> None:
+    data: dict[str, Any] = {"padded": {"pack": False}, "lengths": {"pack": False, "num_length_buckets": 2}}.get(
+        options, {}
+    )
+    once, always = precomputing(folder, **data), precomputing(folder, **data)
+    if options == "devices":
+        for values in (once, always):
+            values["hardware"] = {"backend": "cpu", "devices": 4, "mesh": {"data": 2, "fsdp": 2}}
+    del always["stages"][1]["precompute_ref_log_probs"]
+    train(load_recipe(once), tmp_path / "once")
+    train(load_recipe(always), tmp_path / "always")
+    same_numbers(tmp_path / "once", tmp_path / "always")
+
+
 def test_kto_learns_which_answers_are_good(folder: Path, tmp_path: Path) -> None:
     train(load_recipe(recipe(folder, "labels.jsonl", train={"loss": "kto", "steps": 12})), tmp_path / "run")
     steps, evaluations = metrics(tmp_path / "run", "step"), metrics(tmp_path / "run", "evaluation")
@@ -138,6 +204,12 @@ def test_the_learning_rate_of_pairs_is_found_too(folder: Path, tmp_path: Path) -
         ({"train": {"loss": ["dpo", "kto"]}}, "different rows"),
         ({"train": {"loss": ["dpo", "sft"], "loss_weights": [1.0]}}, "1 values for 2 losses"),
         ({"train": {"loss": "simpo", "ld_alpha": 0.5}}, "train.ld_alpha has no effect"),
+        ({"train": {"loss": "orpo", "precompute_ref_log_probs": True}}, "because it has no reference"),
+        ({"train": {"loss": "kto", "precompute_ref_log_probs": True}}, "kto compares mismatched answers too"),
+        (
+            {"train": {"loss": "dpo", "precompute_ref_log_probs": True}, "sweep": {"beta": [0.1, 0.2]}},
+            "is for runs with one adapter, not for sweep",
+        ),
         ({"train": {"loss": "exo_pair"}}, "needs train.label_smoothing above 0"),
         ({"train": {"loss": "sft"}, "sweep": {"beta": [0.1, 0.2]}}, "sweep.beta has no effect"),
     ],

@@ -41,7 +41,8 @@ class Batches:
 
     With `shrink`, documents that do not fill one batch make a smaller batch; otherwise empty sequences complete it.
     With `mismatched`, every batch has five more arrays: `other_tokens` and so on, with the same segments, in which each
-    document is its prompt with the answer of another row (`mismatched.Mismatched`).
+    document is its prompt with the answer of another row (`mismatched.Mismatched`). With `references` it has one more,
+    `reference`: numbers of every token that were computed before.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Batches:
         # Share of an epoch's computed tokens that are padding, with the empty sequences that complete a batch.
         self.padding_fraction = 1 - int(documents.lengths_N.sum()) / num_computed
         self._latest_epoch: tuple[int, list[tuple[int, NDArray[np.intp]]]] | None = None
+        self.references: Sequence[NDArray[np.float32]] = ()  # of each bucket: [its sequences, their length]
 
     def padding_warning(self) -> str | None:
         """A sentence with the remedy if an epoch computes mostly padding, else None."""
@@ -109,31 +111,44 @@ class Batches:
         `places` selects sequences of the batch, for a process that holds only those.
         """
         places = range(self.batch_size) if places is None else places
-        arrays = self._filled(self.documents, step, places)
+        bucket, rows = self._rows_of(step)
+        return self.sequences(bucket, [int(rows[place]) if place < len(rows) else None for place in places])
+
+    def sequences(self, bucket: int, rows: Sequence[int | None]) -> Arrays:
+        """The arrays of these sequences of a bucket. None: an empty one."""
+        arrays = self._filled(self.documents, bucket, rows)
         if self._others is not None:
-            others = self._filled(self._others, step, places)
+            others = self._filled(self._others, bucket, rows)
             arrays |= {f"{OTHER}{name}": array for name, array in others.items()}
+        if self.references:
+            of_bucket = self.references[bucket]
+            nothing = np.zeros(of_bucket.shape[1], np.float32)
+            arrays["reference"] = np.stack([nothing if row is None else of_bucket[row] for row in rows])
         return arrays
 
-    def _filled(self, documents: Documents | Mismatched, step: int, places: Sequence[int]) -> Arrays:
-        bucket, rows = self._rows_of(step)
-        shape = (len(places), bucket.length)
+    def _filled(self, documents: Documents | Mismatched, bucket: int, rows: Sequence[int | None]) -> Arrays:
+        length, packed = self._buckets[bucket]
+        shape = (len(rows), length)
         arrays: Arrays = {"tokens": np.full(shape, self._pad_id, np.int32)}
         arrays |= {name: np.zeros(shape, dtype) for name, dtype in _DTYPES.items()}
-        for number, place in enumerate(places):
-            if place < len(rows):
-                of_row = (documents[index] for index in bucket.rows[rows[place]])
-                fill_row(of_row, {name: array[number] for name, array in arrays.items()})
+        for number, row in enumerate(rows):
+            if row is not None:
+                fill_row((documents[index] for index in packed[row]), {n: array[number] for n, array in arrays.items()})
         return arrays
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of each bucket: how many sequences it has, and their length."""
+        return [(len(bucket.rows), bucket.length) for bucket in self._buckets]
 
     def length_of(self, step: int) -> int:
         """T of a step's batch."""
-        return self._rows_of(step)[0].length
+        return self._buckets[self._rows_of(step)[0]].length
 
     def documents_of(self, step: int) -> NDArray[np.int64]:
         """Indices of the documents that a step trains on."""
         bucket, rows = self._rows_of(step)
-        return np.concatenate([bucket.rows[row] for row in rows])
+        return np.concatenate([self._buckets[bucket].rows[row] for row in rows])
 
     def segments_of(self, step: int) -> NDArray[np.int64]:
         """The index of the document that each segment of a step's batch belongs to, one sequence after the other."""
@@ -167,12 +182,12 @@ class Batches:
             "padding_fraction": 1 - num_tokens / self.num_slots,
         }
 
-    def _rows_of(self, step: int) -> tuple[_Bucket, NDArray[np.intp]]:
+    def _rows_of(self, step: int) -> tuple[int, NDArray[np.intp]]:
+        """The bucket of a step, and its sequences."""
         epoch, number = divmod(step, self.steps_per_epoch)
         if self._latest_epoch is None or self._latest_epoch[0] != epoch:
             self._latest_epoch = (epoch, self._order(epoch))
-        bucket, rows = self._latest_epoch[1][number]
-        return self._buckets[bucket], rows
+        return self._latest_epoch[1][number]
 
     def _order(self, epoch: int) -> list[tuple[int, NDArray[np.intp]]]:
         """An epoch's batches: sequences are shuffled within their bucket, then the batches of all buckets."""

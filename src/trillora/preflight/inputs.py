@@ -47,6 +47,7 @@ class StageInput:
     num_tokens: int  # over all steps, without padding
     padding_warning: str | None  # if most of the computed tokens are padding
     num_evaluated: int  # documents of the fixed evaluation set
+    num_compared: int = 0  # sequences that the reference reads before the first step
     members: tuple[Stage, ...] = ()  # the adapters of a group, if there is one
     width: int = 1  # how many of them are trained in these steps
 
@@ -97,6 +98,7 @@ def _stage_input(data: StageData) -> StageInput:
         num_tokens=round(batches.summary()["tokens"] * steps / batches.steps_per_epoch),
         padding_warning=batches.padding_warning(),
         num_evaluated=0 if data.evaluation is None else len(data.evaluation),
+        num_compared=batches.num_rows if data.recipe.train.precompute_ref_log_probs else 0,
     )
 
 

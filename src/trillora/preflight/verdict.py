@@ -224,7 +224,7 @@ class _Preflight:
             sum(stage.full_steps * times.seconds for stage, times in timed) / num_steps,
             num_steps,
             START_SECONDS + download_seconds + compile_seconds,
-            sum(_evaluation_seconds(stage, times.seconds) for stage, times in timed),
+            sum(_forward_seconds(stage, times.seconds) for stage, times in timed),
             place.platform,
             self.price,
             place.num_chips,
@@ -257,13 +257,12 @@ class _Preflight:
         return step_forecast, run
 
 
-def _evaluation_seconds(stage: StageInput, step_seconds: float) -> float:
-    if not stage.num_evaluated:
-        return 0.0
-    every = stage.recipe.evaluate.every_steps
+def _forward_seconds(stage: StageInput, step_seconds: float) -> float:
+    """Of the evaluations, and of the sequences that a reference reads before the first step."""
+    every, batch_size = stage.recipe.evaluate.every_steps, stage.recipe.train.batch_size
     times = 10 if every == "auto" else math.ceil(stage.num_steps / every)
-    batches = math.ceil(stage.num_evaluated / stage.recipe.train.batch_size) * stage.width
-    return times * batches * step_seconds / stage.width * FORWARD_SHARE
+    batches = times * math.ceil(stage.num_evaluated / batch_size) + stage.num_compared / batch_size
+    return batches * step_seconds * FORWARD_SHARE
 
 
 def ladder(stages: Sequence[StageInput]) -> Iterator[tuple[str, ...]]:

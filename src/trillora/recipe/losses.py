@@ -120,6 +120,11 @@ class LossOptions(Section):
     cpo_alpha: float = Field(default=1.0, ge=0, le=1e6, description="cpo: weight of the loss of the chosen answers.")
     desirable_weight: float = Field(default=1.0, ge=0, le=1e6, description="kto: weight of the good answers.")
     undesirable_weight: float = Field(default=1.0, ge=0, le=1e6, description="kto: weight of the bad answers.")
+    precompute_ref_log_probs: bool = Field(
+        default=False,
+        description="Compute what the reference thinks of the answers once, before the stage, and not in every step. "
+        "It saves time from the second epoch on.",
+    )
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -177,10 +182,14 @@ def check_losses(train: LossOptions) -> None:
     used = {option for name in names for option in facts_of(name).options}
     for option in LossOptions.model_fields:
         given = getattr(train, option) != LossOptions.model_fields[option].default
-        if given and option not in (*used, "loss", "loss_weights"):
+        if given and option not in (*used, "loss", "loss_weights", "precompute_ref_log_probs"):
             users = ", ".join(name for name, facts in LOSSES.items() if option in facts.options)
             what = f"train.{option} has no effect on train.loss: {', '.join(names)}. It is for {users}."
             raise conflict(option, what, f"remove train.{option}, or set train.loss to one of these")
+    if train.precompute_ref_log_probs and (not train.has_reference or "kto" in names):
+        compared = "kto compares mismatched answers too" if "kto" in names else "it has no reference"
+        what = f"train.precompute_ref_log_probs cannot be used with train.loss: {', '.join(names)}, because {compared}."
+        raise conflict("precompute_ref_log_probs", what, "remove it")
     if "exo_pair" in names and not train.label_smoothing:
         what = "train.loss: exo_pair needs train.label_smoothing above 0."
         raise conflict("label_smoothing", what, "set it to 0.001")

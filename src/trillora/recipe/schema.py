@@ -478,6 +478,9 @@ class Recipe(Section):
             option = "tokens" if self.tokens else "lora.train_tokens"
             what = f"{option} is for runs with one adapter, not for {used[0]}."
             raise conflict(option, what, "train one adapter, or remove it")
+        if used and self.train.precompute_ref_log_probs:
+            what = f"train.precompute_ref_log_probs is for runs with one adapter, not for {used[0]}."
+            raise conflict("train.precompute_ref_log_probs", what, "remove it")
         has_axis = self.hardware.mesh != "auto" and self.hardware.mesh.adapter > 1
         if not used and (self.train.adapters_at_once != "auto" or has_axis):
             option = "hardware.mesh.adapter" if has_axis else "train.adapters_at_once"

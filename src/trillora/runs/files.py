@@ -3,7 +3,7 @@
     runs/first/
       recipe.json  resolved.yaml  run.json        what it was made from: for programs, for people, and the manifest
       metrics.jsonl  history.jsonl  stalls.log    what happened
-      saved.json  checkpoints/                    what it resumes from
+      saved.json  checkpoints/  references/       what it resumes from
       adapter/                                    the result: a run with this folder is finished
       adapters/NAME/  group.json                  the results of a run that trains several adapters together
       eval.json  report.html  exports/            what was made of it
@@ -24,6 +24,7 @@ HISTORY_FILE = "history.jsonl"
 STALLS_FILE = "stalls.log"  # stacks of steps that took long
 SAVED_FILE = "saved.json"  # where the newest checkpoint is
 CHECKPOINTS = "checkpoints"
+REFERENCES = "references"  # what the reference of a stage thinks of its answers, by digest
 ADAPTER = "adapter"
 ADAPTERS = "adapters"
 GROUP_FILE = "group.json"  # how each of several adapters ended; written last

@@ -36,7 +36,14 @@ from trillora.recipe.schema import Backend, StageRecipe
 from trillora.step.adapter_spec import check_layers, lora_spec
 from trillora.step.background import Program, compile_program
 from trillora.step.compiler_options import WITH_CUBLAS, Options, tpu_options
-from trillora.step.loss.objective import batch_dtypes, evaluation_of, loss_chunk_positions, objective_of
+from trillora.step.loss.objective import (
+    REFERENCE,
+    batch_dtypes,
+    evaluation_of,
+    loss_chunk_positions,
+    objective_of,
+    reference_function,
+)
 from trillora.step.shardings import shard_adapter, weight_shardings
 
 if TYPE_CHECKING:
@@ -53,6 +60,7 @@ class Assembly:
     optimizer: optax.GradientTransformation
     train_step: Any
     eval_step: Any
+    reference_step: Any  # what the reference thinks of a batch, if its batches have that
     base_shardings: dict[str, NamedSharding]
     adapter_shardings: dict[str, NamedSharding]
     state_shapes: TrainState
@@ -88,12 +96,21 @@ class Assembly:
 
     def compile_evaluation(self, batch_size: int, sequence_length: int) -> Program:
         """The evaluation step for batches of this shape."""
-        shape = (batch_size, sequence_length)
-        batch = {name: leaf.update(shape=shape) for name, leaf in self.batch_shapes.items()}
+        batch = self._batch_of((batch_size, sequence_length))
         step = jax.jit(self.eval_step, out_shardings=replicated(self.mesh))
         return compile_program(
             step.lower(self.state_shapes.adapter, self.state_shapes.reference, self.base_shapes, batch), self._options
         )
+
+    def compile_reference(self, batch_size: int, sequence_length: int) -> Program:
+        """(reference, base, batch) -> log-probabilities [B, T] of the trained tokens, on every device."""
+        batch = self._batch_of((batch_size, sequence_length))
+        step = jax.jit(self.reference_step, out_shardings=replicated(self.mesh))
+        return compile_program(step.lower(self.state_shapes.reference, self.base_shapes, batch), self._options)
+
+    def _batch_of(self, shape: tuple[int, int]) -> Tree:
+        """The shapes of a batch as the data has it."""
+        return {name: leaf.update(shape=shape) for name, leaf in self.batch_shapes.items() if name != REFERENCE}
 
     @property
     def member_shapes(self) -> TrainState:
@@ -163,6 +180,7 @@ def assemble(
         optimizer=optimizer,
         train_step=train_step,
         eval_step=evaluation_of(model, recipe, chunk),
+        reference_step=reference_function(model, recipe, chunk) if recipe.train.precompute_ref_log_probs else None,
         base_shardings=base_shardings,
         adapter_shardings=adapter_shardings,
         state_shapes=_state_shapes(adapter, optimizer, adapter_shardings, mesh, keeps_reference=recipe.keeps_reference),

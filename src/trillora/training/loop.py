@@ -37,12 +37,15 @@ from trillora.events import (
     Step,
 )
 from trillora.files.checkpoints import Checkpoints
+from trillora.files.digests import json_digest
+from trillora.files.storage import LocalStorage
 from trillora.model.layout import Tree
-from trillora.runs.files import METRICS_FILE
+from trillora.runs.files import METRICS_FILE, REFERENCES
 from trillora.step.build import Assembly
 from trillora.step.compile_guard import CompileWatch
 from trillora.step.group_plan import Selection, best, score
 from trillora.training.entries.programs import EntryWork
+from trillora.training.entries.references import digest_of
 from trillora.training.entries.stepper import Results, read
 from trillora.training.run_folder import RunFolder
 from trillora.training.saver import Saver
@@ -89,6 +92,13 @@ class Run:
     position: Position
     kept: Kept  # what the adapters of the entry leave if the run ends now
 
+    def store_of(self, reference: Tree) -> Checkpoints | None:
+        """Where the numbers of a reference are kept. Several processes may not share a folder: they compute them."""
+        if jax.process_count() > 1:
+            return None
+        facts = json_digest({name: self.facts[name] for name in ("identity", "options")})
+        return Checkpoints(LocalStorage(self.folder.path / REFERENCES / digest_of(facts, reference)))
+
     def save(self, state: TrainState, assembly: Assembly) -> None:
         """Copy the state, and write the copy in the background."""
         position, copied, kept = self.position, self.copy(state), dict(self.kept)
@@ -128,7 +138,7 @@ class EntryLoop:
 
     def __init__(self, run: Run, work: EntryWork) -> None:
         self._run, self._entry, self._stepper, self._measures = run, work.entry, work.stepper, work.measures
-        self._position = run.position
+        self._references, self._position = work.references, run.position
         self._pending: tuple[int, Results] | None = None
         self._started = self._last_report = self._last_save = time.perf_counter()
         self._step_seconds = 0.0
@@ -137,7 +147,7 @@ class EntryLoop:
     def train(self, state: TrainState) -> tuple[TrainState, str | None]:
         """Train to the end of all adapters or to an external stop; return the state and the reason for the stop."""
         position, run = self._position, self._run
-        if self._needs_attention() and not self._settle(state):
+        if not self._compare_before(state) or (self._needs_attention() and not self._settle(state)):
             return state, run.stop.reason()  # abandoned; no step was made since the last checkpoint
         run.stop.begin_training()
         self._started = self._last_report = time.perf_counter()
@@ -159,6 +169,19 @@ class EntryLoop:
                 if position.running != running:
                     break  # fewer adapters continue
         return state, None
+
+    def _compare_before(self, state: TrainState) -> bool:
+        """Compute what the reference thinks of all batches, if they need it. False if a signal arrived."""
+        reference = self._stepper.reference(state, 0)
+        if self._references is None or reference is None:
+            return True
+        run = self._run
+        run.watch.doing = f"the reference of {self._entry.name}"
+        try:
+            self._references.fill(reference, run.base, run.store_of(reference), self._check_signal, run.listener)
+        except Abandoned:
+            return False
+        return True
 
     def _settle(self, state: TrainState) -> bool:
         """Evaluate, and let adapters end. False if a signal arrived."""

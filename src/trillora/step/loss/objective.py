@@ -49,6 +49,7 @@ from trillora.recipe.schema import StageRecipe, TrainSection
 from trillora.step.loss.own_loss import load_loss
 from trillora.step.shardings import with_whole_head
 
+REFERENCE = "reference"  # an array of a batch: log-probabilities by the reference that were computed before
 OTHER = "other_"  # arrays of a batch in which every question has the answer of another row
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -120,6 +121,8 @@ def _both_log_probs(
 
     def both(adapter: Tree, reference: Tree, base: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         policy = log_probs_of(adapter, base, batch)
+        if REFERENCE in batch:
+            return policy, batch[REFERENCE]
         if not recipe.train.has_reference:
             return policy, jnp.zeros_like(policy)
         return policy, jax.lax.stop_gradient(log_probs_of(reference, base, batch))
@@ -162,7 +165,13 @@ def compares_others(train: TrainSection) -> bool:
 def batch_dtypes(recipe: StageRecipe) -> dict[str, jnp.dtype]:
     """The arrays of a batch."""
     others = {f"{OTHER}{name}": dtype for name, dtype in BATCH_DTYPES.items()}
-    return {**BATCH_DTYPES, **(others if compares_others(recipe.train) else {})}
+    reference = {REFERENCE: jnp.float32} if recipe.train.precompute_ref_log_probs else {}
+    return {**BATCH_DTYPES, **(others if compares_others(recipe.train) else {}), **reference}
+
+
+def reference_function(model: CausalLM, recipe: StageRecipe, chunk: int) -> Callable[[Tree, Tree, Batch], jax.Array]:
+    """(reference, base, batch) -> what the batches of the stage have as REFERENCE."""
+    return log_prob_function(model, chunk, packed=has_segments(recipe))
 
 
 def log_prob_function(model: CausalLM, chunk: int, *, packed: bool) -> Callable[[Tree, Tree, Batch], jax.Array]:

@@ -31,6 +31,7 @@ from trillora.step.compile_guard import Planned, Programs, Shape, shape_text
 from trillora.step.decisions import SMALL_BASE, local_bytes
 from trillora.step.group import GroupAssembly, Member, options_of, padded, padding_of, without_padding
 from trillora.training.entries.plan import Plans, widest_of
+from trillora.training.entries.references import References, planned
 from trillora.training.entries.stepper import MappedStepper, SingleStepper, Stepper
 from trillora.training.entries.timeline import Entry
 from trillora.training.validation import EvalPlan, Evaluator, Measures, Sampler, make_measures, plan_evaluation
@@ -46,6 +47,7 @@ class EntryWork:
     stepper: Stepper
     measures: tuple[Measures, ...]  # of each adapter
     close: Callable[[TrainState], TrainState]  # the last state of the entry -> the first of the next
+    references: References | None  # if the batches need what the reference thinks of them
     num_compiles: int  # of the step, including candidates that did not fit
 
 
@@ -95,6 +97,8 @@ class Ahead:
         if number not in self._programs or self._programs[number][0] is not plan.assembly:
             self._start_programs(number, plan.assembly)
         _, measures, close = self._programs[number]
+        stage = entry.members[0]
+        references = References(stage, plan.assembly) if stage.recipe.train.precompute_ref_log_probs else None
         num_compiles = sum(one.num_compiles for one in plans.values())
         stepper: Stepper
         if isinstance(plan.assembly, GroupAssembly):
@@ -106,7 +110,7 @@ class Ahead:
             steps = compile_lengths(plan, entry.members[0].batches, self._listener)
             num_compiles += len(steps) - 1
             stepper = SingleStepper(entry, plan.assembly, Programs(f"The step of {entry.name}", steps), copy)
-        return EntryWork(entry, stepper, measures, close, num_compiles)
+        return EntryWork(entry, stepper, measures, close, references, num_compiles)
 
     def _start_programs(self, number: int, assembly: Assembly) -> None:
         """The programs of an entry, except its steps. A resumed run may not need those that answer prompts."""
@@ -150,16 +154,21 @@ def planned_programs(
     if is_new:
         yield Planned("the state before the first step")
     for entry, own, evaluations in zip(entries, plans, eval_plans, strict=True):
-        yield from _planned_single(entry, evaluations[0]) if entry.is_single else _planned_together(own, evaluations)
+        if entry.is_single:
+            yield from _planned_single(entry, widest_of(own), evaluations[0])
+        else:
+            yield from _planned_together(own, evaluations)
         if entry is not entries[-1]:
             yield Planned(f"the state at the end of {entry.name}")
     yield Planned("the copy of the state for a checkpoint")
 
 
-def _planned_single(entry: Entry, evaluation: EvalPlan) -> Iterator[Planned]:
-    batches = entry.members[0].batches
+def _planned_single(entry: Entry, plan: Plan, evaluation: EvalPlan) -> Iterator[Planned]:
+    [stage], batches = entry.members, entry.members[0].batches
     shapes = [(batches.batch_size, length) for length in step_lengths(batches)]
     yield Planned(f"the step of {entry.name}", len(shapes), ", ".join(map(shape_text, shapes)))
+    if stage.recipe.train.precompute_ref_log_probs:
+        yield planned(stage, plan.assembly.micro_batch_size)
     yield from evaluation.programs()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.data.prepare import DataOptions, Dataset, Source, prepare
-from trillora.data.rendering import thinking
+from trillora.data.rendering import preferences, thinking
 from trillora.data.rendering.chat_templates import find_template
 from trillora.data.tokenizing.encode import Tokenizer
 from trillora.errors import TrilloraError
@@ -72,6 +72,10 @@ def refusal_of(dataset: Dataset) -> TrilloraError | None:
         if end.num_rows == num_rows:
             what = f"All {num_rows:,} rows have the same defect: {end.what[0].lower()}{end.what[1:]}."
             return TrilloraError(what, where=dataset.store.place(end.first), do=end.do)
+    if num_rows and dataset.remarks.get(preferences.SWAPPED) == num_rows:
+        what = f"In all {num_rows:,} rows, the chosen answer has a lower score than the rejected one."
+        do = "swap the two columns, in the file or with data.columns; or correct the scores"
+        return TrilloraError(what, where=dataset.files[0]["name"], do=do)
     if num_rows and mode != "auto" and thinking.FOUND.isdisjoint(dataset.remarks):
         what = f"data.thinking: {mode}, but no row has thinking that the chat template writes."
         do = "remove it; or write thinking into reasoning_content, or into the content between <think> and </think>"

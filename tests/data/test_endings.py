@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trillora.data.open import refusal_of
 from trillora.data.prepare import Dataset
+from trillora.data.rendering.preferences import SWAPPED
 from trillora.data.tokenizing.endings import LEAST_CUT
 from trillora.errors import TrilloraError
 
@@ -117,12 +118,32 @@ def test_answers_cut_at_a_length_limit_are_counted(unit: str, tmp_path: Path) ->
 def test_equal_lengths_alone_are_no_defect(tmp_path: Path) -> None:
     codes = [pair(n, f"{n:02}" * 40, f"{n + 50:02}" * 40) for n in range(10)]
     assert read(tmp_path, codes).endings == [], "answers that never are sentences"
-    few = [*good(10), *(pair(n, "It is Paris.", cut_to_tokens(n, 80)) for n in range(10, 9 + LEAST_CUT))]
+    few = [*good(10), *(pair(n, "It is Paris.", cut_to_tokens(n, 80)) for n in range(11, 10 + LEAST_CUT))]
     assert read(tmp_path, few).endings == [], "a few answers may have the same length by chance"
     ended = [*good(10), *(pair(n, "It is Paris.", f"{cut_to_tokens(n, 80)}.") for n in range(10, 20))]
     assert read(tmp_path, ended).endings == []
     short = [pair(n, "It is Paris.", "no") for n in range(10)]
     assert read(tmp_path, short).endings == []
+
+
+def test_a_repeated_answer_is_not_taken_for_one_that_was_cut(tmp_path: Path) -> None:
+    rows = [*good(10), *(pair(n, "It is Paris.", cut_to_tokens(0, 80)) for n in range(10, 20))]
+    assert read(tmp_path, rows).endings == []
+
+
+def test_scores_that_contradict_the_columns_are_counted_and_refused(tmp_path: Path) -> None:
+    def scored(number: int, chosen: float, rejected: float) -> Row:
+        scores = {"score_chosen": chosen, "score_rejected": rejected}
+        return {**pair(number, "It is Paris.", "It is Rome."), **scores}
+
+    swapped = [scored(n, 1 + n, 5 + n) for n in range(3)]
+    some = read(tmp_path, [scored(8, 5, 1), scored(9, 4, 4), *swapped])
+    assert some.remarks[SWAPPED] == 3 and refusal_of(some) is None
+    refusal = refusal_of(read(tmp_path, swapped))
+    assert refusal is not None and "In all 3 rows" in refusal.what and "lower score" in refusal.what
+    assert "swap the two columns" in refusal.do
+    others = [{**pair(n, "It is Paris.", "It is Rome."), "chosen_length": 1, "rejected_length": 2} for n in range(3)]
+    assert SWAPPED not in read(tmp_path, others).remarks
 
 
 def test_a_cached_store_says_and_refuses_the_same(tmp_path: Path) -> None:

@@ -112,11 +112,11 @@ def test_the_marks_of_other_templates_are_found_in_an_example(name: str) -> None
     tokenizer = with_template(template)
     full, masked = (trained(chat(IN_FIELD, tokenizer, thinking=mode), tokenizer) for mode in ("auto", "mask"))
     before, found, after = full.partition(block)
-    assert (before, found) == ("<|im_start|>" if name == "channels" else "", block)
+    assert (before, found) == ("", block)
     assert masked == after and masked.endswith("6<|im_end|>")
     plain = trained(chat(PLAIN, tokenizer), tokenizer)
     assert plain == trained(chat(IN_FIELD, tokenizer, thinking="drop"), tokenizer)
-    assert plain == ("<|im_start|>final: 6<|im_end|>" if name == "channels" else "6<|im_end|>")
+    assert plain == "6<|im_end|>"
 
 
 def test_only_thinking_at_the_start_of_an_answer_is_thinking() -> None:

@@ -12,7 +12,7 @@ A stop token in the text of both answers is a defect too: it is ordinary text th
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from trillora.data.rendering.render import RenderedRow
 from trillora.data.tokenizing.encode import TokenizedDocument
 
 SHORTEST_CUT = 32  # tokens or characters: shorter answers often have equal lengths
-LEAST_CUT = 3  # rows with an answer of the greatest length, which ends in the middle of a sentence
+LEAST_CUT = 3  # different answers of the greatest length that end in the middle of a sentence
 MOST_OPEN = 0.5  # share of the shorter answers that may end so too, or else these answers are no sentences
 _TAIL = 200  # characters at the end of an answer that may hold its stop token
 _MID_SENTENCE = frozenset(",;-([{/&")  # and letters and digits
@@ -47,12 +47,15 @@ class _Lengths:
     open: Counter[int] = field(default_factory=Counter)
     rows: Counter[int] = field(default_factory=Counter)  # with an answer that is open
     first: dict[int, int] = field(default_factory=dict)  # the first of these rows
+    texts: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # hashes of a few different ones
 
-    def add(self, row: int, answers: Sequence[tuple[int, bool]]) -> None:
-        """Length and whether it is open, of each answer of a row."""
-        for length, is_open in answers:
+    def add(self, row: int, answers: Sequence[tuple[int, bool, str]]) -> None:
+        """Length, whether it is open, and the text, of each answer of a row."""
+        for length, is_open, text in answers:
             (self.open if is_open else self.complete)[length] += 1
-        for length in {length for length, is_open in answers if is_open}:
+            if is_open and len(self.texts[length]) < LEAST_CUT:
+                self.texts[length].add(hash(text))
+        for length in {length for length, is_open, _ in answers if is_open}:
             self.rows[length] += 1
             self.first.setdefault(length, row)
 
@@ -61,7 +64,7 @@ class _Lengths:
         longest = max([*self.complete, *self.open], default=0)
         num_shorter = self.complete.total() + self.open.total() - self.complete[longest] - self.open[longest]
         num_open = self.open.total() - self.open[longest]
-        are_cut = self.rows[longest] >= LEAST_CUT and self.open[longest] > self.complete[longest]
+        are_cut = len(self.texts[longest]) >= LEAST_CUT and self.open[longest] > self.complete[longest]
         is_prose = num_shorter > 0 and num_open <= MOST_OPEN * num_shorter
         return longest if longest >= SHORTEST_CUT and are_cut and is_prose else None
 
@@ -85,11 +88,12 @@ class Endings:
         if any(spelled):
             found = self._stops["all" if all(spelled) else "one"]
             found[:] = [found[0] + 1, found[1]] if found else [1, row]
-        is_open = [_is_mid_sentence(side.text[end - 1]) for side, end in zip(sides, ends, strict=True)]
+        starts = [side.supervised[0][0] for side in sides]
+        texts = [side.text[start:end] for side, start, end in zip(sides, starts, ends, strict=True)]
+        is_open = [_is_mid_sentence(text) for text in texts]
         tokens = [int(np.flatnonzero(part.supervised)[-1]) - part.prompt for part in document.parts]  # without the stop
-        characters = [end - side.supervised[0][0] for side, end in zip(sides, ends, strict=True)]
-        self._lengths["tokens"].add(row, list(zip(tokens, is_open, strict=True)))
-        self._lengths["characters"].add(row, list(zip(characters, is_open, strict=True)))
+        self._lengths["tokens"].add(row, list(zip(tokens, is_open, texts, strict=True)))
+        self._lengths["characters"].add(row, list(zip(map(len, texts), is_open, texts, strict=True)))
 
     def _end_of(self, side: RenderedRow) -> int:
         """Where the text of the last answer ends: before the stop token that the chat template wrote."""
@@ -98,7 +102,7 @@ class Endings:
         text = side.text[tail:end]
         if side.kind == "chat" and (word := self._word_at_end.search(text)):
             text = text[: word.start()]
-        return max(tail + len(text.rstrip()), 1)
+        return tail + len(text.rstrip())
 
     def found(self) -> list[Ending]:
         """Every defect with the number of its rows."""
@@ -122,5 +126,5 @@ class Endings:
         return endings
 
 
-def _is_mid_sentence(character: str) -> bool:
-    return character.isalnum() or character in _MID_SENTENCE
+def _is_mid_sentence(text: str) -> bool:
+    return text[-1:].isalnum() or text[-1:] in _MID_SENTENCE

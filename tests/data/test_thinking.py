@@ -211,9 +211,7 @@ def test_both_sides_of_a_pair_have_one_prompt_and_count_alike(
         assert trained(side) == f"{block if is_trained else ''}{number}<|im_end|>"
         assert not side.supervised[: side.prompt].any()
     assert chosen.tokens[: document.prompt].tolist() == rejected.tokens[: document.prompt].tolist()
-    prompt = QWEN.decode(chosen.tokens[: document.prompt].tolist())
-    has_empty_block = mode == "drop" or (mode != "train" and answer is PLAIN)
-    assert prompt.endswith(f"assistant\n{EMPTY if has_empty_block else ''}")
+    assert QWEN.decode(chosen.tokens[: document.prompt].tolist()).endswith("assistant\n")
 
 
 def test_pairs_that_differ_in_their_thinking_only_are_the_same_without_it(tmp_path: Path) -> None:
@@ -233,15 +231,17 @@ def test_a_labelled_answer_keeps_its_thinking_in_the_answer(tmp_path: Path) -> N
 # -- what is made of it ------------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_asks_before_the_thinking_and_after_an_empty_block(tmp_path: Path) -> None:
+def test_an_evaluation_asks_before_the_thinking(tmp_path: Path) -> None:
     messages = [ASKED, PLAIN, ASKED, IN_FIELD]
+    asked = own_tokens(QWEN, messages[:-1], add_generation_prompt=True)
     for mode in ("auto", "mask"):
         question = question_of(only(read(tmp_path, {"messages": messages}, thinking=mode)))
-        assert question is not None and QWEN.decode(list(question.prompt)).endswith("<|im_start|>assistant\n")
+        assert question is not None and list(question.prompt) == asked
         assert QWEN.decode(list(question.expected)) == f"{BLOCK}6<|im_end|>", "the thinking is not given away"
     question = question_of(only(read(tmp_path, {"messages": [ASKED, PLAIN]})))
-    assert question is not None and QWEN.decode(list(question.prompt)).endswith(EMPTY)
-    assert QWEN.decode(list(question.expected)) == "6<|im_end|>"
+    assert question is not None
+    assert list(question.prompt) == own_tokens(QWEN, [ASKED], add_generation_prompt=True)
+    assert QWEN.decode(list(question.expected)) == f"{EMPTY}6<|im_end|>"
 
 
 def test_inspect_shows_masked_thinking_as_context() -> None:

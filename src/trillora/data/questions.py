@@ -36,7 +36,7 @@ def question_of(document: TokenizedDocument) -> Question | None:
         return None
     start = int(untrained[-1]) + 1
     if document.prompt and not document.supervised[document.prompt : start].any():
-        start = min(start, document.prompt)  # thinking that is not trained on belongs to the answer
+        start = min(start, document.prompt)  # a block of thinking that is not trained on belongs to the answer
     return Question(tuple(document.tokens[:start].tolist()), tuple(document.tokens[start:end].tolist()))
 
 

@@ -222,14 +222,14 @@ class Renderer:
         """The row with the thinking of its answers in or out of the loss."""
         mode = self._settings.thinking
         if row.rejected is None:
-            return _in_loss(row, mode)
-        one, other = _in_loss(row, mode), _in_loss(row.rejected, mode)
-        starts = [side.supervised[0][0] if side.supervised else len(side.text) for side in (one, other)]
-        is_one_prompt = one.text[: starts[0]] == other.text[: starts[1]]  # also with an empty block in both
-        prompt = 0 if is_one_prompt else row.supervised[0][0]
-        remarks = tuple(dict.fromkeys(one.remarks + other.remarks))
+            return _in_loss(row, mode, is_judged=row.label is not None)
+        one, other = (_in_loss(side, mode, is_judged=True) for side in (row, row.rejected))
+        prompt = one.prompt or other.prompt  # both answers begin in the same place
         return dataclasses.replace(
-            one, remarks=remarks, prompt=prompt, rejected=dataclasses.replace(other, prompt=prompt)
+            one,
+            remarks=tuple(dict.fromkeys(one.remarks + other.remarks)),
+            prompt=prompt,
+            rejected=dataclasses.replace(other, prompt=prompt),
         )
 
     def _write_chat(self, chat: Chat) -> RenderedRow:
@@ -526,19 +526,19 @@ def _trained_from(start: int, row: RenderedRow) -> RenderedRow:
     return dataclasses.replace(row, supervised=((start, end), *others))
 
 
-def _in_loss(row: RenderedRow, mode: str) -> RenderedRow:
-    """The row without the blocks of thinking that are not trained on."""
+def _in_loss(row: RenderedRow, mode: str, is_judged: bool) -> RenderedRow:
+    """The row without the blocks of thinking that are not trained on. `is_judged`: its prompt ends at the first trained
+    answer, not at the last one."""
     if row.marks is None:
         return row
     blocks = row.marks.blocks(row.text, row.supervised)
     removed = thinking.untrained(blocks, mode)
-    answer, _ = row.supervised[0 if row.prompt_digest is not None else -1]
+    answer, _ = row.supervised[0 if is_judged else -1]
     return dataclasses.replace(
         row,
         supervised=thinking.outside(row.supervised, removed),
         remarks=(*row.remarks, *row.marks.remarks(blocks, mode)),
-        # An empty block is the template's, so it is a part of the prompt. Thinking is a part of the answer.
-        prompt=answer if any(block.start == answer and not block.is_empty for block in removed) else 0,
+        prompt=answer if any(block.start == answer for block in removed) else 0,
         marks=None,
     )
 

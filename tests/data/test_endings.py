@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trillora.data.tokenizing.endings import LEAST_CUT
 from trillora.errors import TrilloraError
 
 CHATML = chat_tokenizer("chatml")
-SENTENCE = "The capital of France is Paris and nothing else, as everyone knows. "
+SENTENCE = "It is Paris, they say. "
 Row = dict[str, Any]
 
 
@@ -102,14 +103,17 @@ def test_marks_that_the_model_writes_itself_are_no_stop_tokens(tmp_path: Path) -
 
 @pytest.mark.parametrize("unit", ["tokens", "characters"])
 def test_answers_cut_at_a_length_limit_are_counted(unit: str, tmp_path: Path) -> None:
-    def cut(number: int) -> str:
-        return cut_to_tokens(number, 80) if unit == "tokens" else f"{number} {'which has many words and ' * 9}"[:200]
-
-    rows = [*good(10), *(pair(n, "It is Paris.", cut(n)) for n in range(10, 10 + LEAST_CUT))]
+    if unit == "tokens":
+        cut = [cut_to_tokens(number, 80) for number in range(LEAST_CUT)]
+    else:  # of one length in characters, and of several in tokens
+        cut = [f"{words * 20}"[:198].rstrip().ljust(200, "x") for words in ("the fox ", "zq7w ", "Paris is ")]
+    rows = [*good(10), *(pair(10 + n, "It is Paris.", text) for n, text in enumerate(cut))]
     dataset = read(tmp_path, rows)
     (ending,) = dataset.endings
     assert ending.num_rows == LEAST_CUT and ending.first == 10
-    assert f"cut off: it ends in the middle of a sentence at {80 if unit == 'tokens' else 200} {unit}" in ending.what
+    limit = re.search(r"in the middle of a sentence at (\d+) (\w+)", ending.what)
+    assert limit is not None and limit[2] == unit
+    assert int(limit[1]) == 200 if unit == "characters" else 78 <= int(limit[1]) <= 80  # a space may end the 80 tokens
     assert refusal_of(dataset) is None
     refusal = refusal_of(read(tmp_path, rows[10:]))
     assert refusal is not None and "All 3 rows have the same defect" in refusal.what and "higher limit" in refusal.do

@@ -22,7 +22,7 @@ from trillora.data.rendering import thinking
 from trillora.data.tokenizing import encode
 from trillora.data.tokenizing.encode import Encoder, TokenizedDocument
 from trillora.errors import TrilloraError
-from trillora.recipe.data_section import DataSection
+from trillora.recipe.load import load_recipe
 
 QWEN = chat_tokenizer("qwen3")
 ASKED = {"role": "user", "content": "three and three"}
@@ -116,7 +116,7 @@ def test_the_marks_of_other_templates_are_found_in_an_example(name: str) -> None
     assert masked == after and masked.endswith("6<|im_end|>")
     plain = trained(chat(PLAIN, tokenizer), tokenizer)
     assert plain == trained(chat(IN_FIELD, tokenizer, thinking="drop"), tokenizer)
-    assert plain == "6<|im_end|>"
+    assert plain.strip() == "6<|im_end|>"
 
 
 def test_only_thinking_at_the_start_of_an_answer_is_thinking() -> None:
@@ -170,11 +170,13 @@ def test_thinking_that_the_template_does_not_write_is_refused_unless_it_is_dropp
 
 
 def test_a_mask_that_does_not_find_the_thinking_is_refused() -> None:
-    template = "{% for m in messages %}" + _TURN + "{{ m.content }} (because {{ m.thinking }})<|im_end|>{% endif %}"
-    tokenizer = with_template(template + "{% endfor %}")
-    assert "because three plus three" in trained(chat(IN_FIELD, tokenizer), tokenizer)
-    with pytest.raises(TrilloraError, match="thinking of turn 2 is not at the start of its answer") as caught:
-        chat(IN_FIELD, tokenizer, thinking="mask")
+    number = "{% if m.thinking %}{{ loop.index }}: {{ m.thinking }} | {% endif %}"  # another mark in every turn
+    tokenizer = with_template("{% for m in messages %}" + _TURN + number + _END)
+    assert trained(chat(IN_FIELD, tokenizer, thinking="mask"), tokenizer).strip() == "6<|im_end|>"
+    row = {"messages": [ASKED, PLAIN, ASKED, IN_FIELD]}
+    assert "three plus three |" in trained(render(row, tokenizer, "messages"), tokenizer)
+    with pytest.raises(TrilloraError, match="thinking of turn 4 is not at the start of its answer") as caught:
+        render(row, tokenizer, "messages", thinking="mask")
     assert "data.thinking: drop" in caught.value.do
 
 
@@ -186,8 +188,8 @@ def test_an_answer_that_is_all_thinking_cannot_be_dropped() -> None:
 
 
 def test_everything_has_no_place_for_thinking_that_does_not_count() -> None:
-    with pytest.raises(ValueError, match="everything trains on every token"):
-        DataSection(path="a.jsonl", train_on="everything", thinking="mask")
+    with pytest.raises(TrilloraError, match=r"everything trains on every token, so data\.thinking: mask has"):
+        load_recipe({"model": "smollm2", "data": {"path": "a.jsonl", "train_on": "everything", "thinking": "mask"}})
     assert chat(PLAIN, train_on="everything").supervised.all()
 
 

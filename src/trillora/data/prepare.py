@@ -359,7 +359,8 @@ class _StoreBuilder:
         source = self.inputs.files[batch.file].source
         if len(outcomes) > 1 and all(isinstance(outcome, BadRow) for outcome in outcomes) and not self.num_rows:
             self._refuse_all(batch, outcomes)
-        documents, facts = [], []
+        documents: list[TokenizedDocument] = []
+        facts = []
         num_before = sum(counts.total() for counts in self.num_rows.values())
         rows: Sequence[RawRow] = batch.rows
         if self.inputs.rendering.rows == "labels":

@@ -51,6 +51,13 @@ class Alarm:
     text: str
 
 
+SWAPPED_SHARE = 0.4  # of held-out pairs that may be right, with the interval, before they look swapped; chance is half
+SWAPPED = (
+    "Training prefers the rejected answer in most held-out pairs: chosen and rejected may be swapped, in the training "
+    "rows or in the held-out ones."
+)
+
+
 def share_interval(share: float, count: float) -> tuple[float, float]:
     """The middle 95 % of a share of `count` things, by Wilson's formula, which needs nothing else."""
     z, n = 1.96, max(count, 1.0)
@@ -77,6 +84,11 @@ class Preferences:
     def interval(self) -> tuple[float, float]:
         """Of the share of right pairs."""
         return share_interval(self.rewards_accuracies, self.pairs)
+
+    @property
+    def seem_swapped(self) -> bool:
+        """Whether training made clearly more pairs wrong than right, of pairs that it did not see."""
+        return self.interval[1] < SWAPPED_SHARE and self.rewards_margins < 0
 
     @classmethod
     def of(cls, means: Mapping[str, float]) -> Preferences | None:

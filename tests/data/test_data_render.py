@@ -174,7 +174,7 @@ def test_thinking_of_earlier_turns_is_dropped_as_in_the_template() -> None:
         {"role": "user", "content": "two?"},
         {"role": "assistant", "content": "2"},
     ]
-    assert trained_text(render_chat(messages, tokenizer), tokenizer) == "1<|im_end|><think>\n\n</think>\n\n2<|im_end|>"
+    assert trained_text(render_chat(messages, tokenizer), tokenizer) == "1<|im_end|>2<|im_end|>"
 
 
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]

@@ -10,6 +10,7 @@ import pytest
 from chat_tokenizers import chat_tokenizer
 from rendering import load
 
+from trillora.data.rendering import thinking
 from trillora.errors import TrilloraError
 
 QUESTION = {"role": "user", "content": "three and three"}
@@ -31,19 +32,19 @@ def test_thinking_that_the_template_does_not_write_is_refused_unless_dropped_on_
         TrilloraError, match=f'does not write "{key}", so the thinking of turn 2 would be lost'
     ) as caught:
         loaded(tmp_path, row)
-    assert "<think>" in caught.value.do and f"data.drop_keys: [{key}]" in caught.value.do
+    assert "<think>" in caught.value.do and "data.thinking: drop" in caught.value.do
     dropped = loaded(tmp_path, row, drop_keys=(key,))
     plain = loaded(tmp_path, {"messages": [QUESTION, PLAIN]})
     assert dropped.remarks == {} and dropped.store.rows["digest"].tolist() == plain.store.rows["digest"].tolist()
     inside = {"messages": [QUESTION, {"role": "assistant", "content": "<think>three plus three</think>6"}]}
-    assert loaded(tmp_path, inside).remarks == {}
+    assert loaded(tmp_path, inside).remarks == {thinking.TRAINED: 3}
 
 
 def test_thinking_that_a_template_writes_in_the_last_round_only_is_counted(tmp_path: Path) -> None:
-    assert loaded(tmp_path, {"messages": [QUESTION, THOUGHT]}, "qwen3").remarks == {}
-    for last in (PLAIN, THOUGHT):
+    assert loaded(tmp_path, {"messages": [QUESTION, THOUGHT]}, "qwen3").remarks == {thinking.TRAINED: 3}
+    for last, said in ((PLAIN, thinking.EMPTY), (THOUGHT, thinking.TRAINED)):
         dataset = loaded(tmp_path, {"messages": [QUESTION, THOUGHT, QUESTION, last]}, "qwen3")
-        (remark,) = dataset.remarks
+        (remark,) = dataset.remarks.keys() - {said}
         assert "leaves out the thinking of an earlier answer" in remark and dataset.remarks[remark] == 3
 
 

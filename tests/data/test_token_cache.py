@@ -83,6 +83,7 @@ CHANGED_OPTIONS: dict[str, Any] = {
     "schema": {"type": "object"},
     "chat_template": "{{ messages[0].content }}",
     "train_on": "last",
+    "thinking": "mask",
     "on_too_long": "truncate-left",
     "template_date": "2025-01-01",
     "template_arguments": {"enable_thinking": False},
@@ -198,7 +199,7 @@ def test_tokens_change_only_together_with_the_version_of_the_store(tmp_path: Pat
         digests.append(hashlib.sha256(dataset.store.tokens.tobytes()).hexdigest()[:8])
     # If these change, the same data is tokenized differently: increase FORMAT in data/prepare.py, or a cache that was
     # made before the change is used.
-    assert (module.FORMAT, digests) == (8, ["fbf118ce", "eb07ddba", "483ccfb1", "05dcb0dc"])
+    assert (module.FORMAT, digests) == (9, ["fbf118ce", "eb07ddba", "483ccfb1", "05dcb0dc"])
 
 
 # -- the bytes that were hashed are the bytes that were read -----------------------------------------------------------

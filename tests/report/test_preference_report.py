@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from trillora.cli import app
+from trillora.data.rendering import thinking
 from trillora.data.summary import DataReport, inspect
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import stages_of
@@ -200,3 +201,26 @@ def test_a_data_file_of_pairs_is_inspected_with_its_loss(look: Look, tmp_path: P
     code, out = invoke("train.loss=dpo", "train.sequence_length=256", "--json")
     found = json.loads(out)
     assert code == 0 and found["pairs"]["pairs"] == 1 and found["examples"][0]["rejected"]["side"] == "rejected"
+
+
+def test_masked_thinking_is_shown_as_context_on_both_sides(look: Look) -> None:
+    rows = [
+        pair(n, f"<think>\nlet me see {n}\n</think>\n\nBecause.", f"<think>\nhm\n</think>\n\nNo {n}.") for n in range(2)
+    ]
+    report = look(rows, "dpo", thinking="mask")
+    assert report.verdict.ready and report.remarks == {thinking.MASKED: 2}
+    screen = printed(report)
+    assert "2 rows  The thinking of an answer is read, but not trained on (data.thinking: mask)" in screen
+    assert "let me see 0" in screen and "⟦Because.<|im_end|>⟧" in screen and "⟦No 0.<|im_end|>⟧" in screen
+    none = look([pair(0, LONG.strip(), SHORT)], "dpo", thinking="mask")
+    assert not none.verdict.ready and "no row has thinking" in none.verdict.what
+
+
+def test_answers_that_were_cut_off_are_shown_and_refused_if_all_pairs_have_one(look: Look) -> None:
+    cut = [pair(n, f"Because of {n}.<|im_end|>", "It is because") for n in range(2)]
+    report = look([pair(7, "Because.", SHORT), *cut], "dpo")
+    ((remark, count),) = report.remarks.items()
+    assert count == 2 and "it was cut off; the first is" in remark and remark.endswith("rows.jsonl:2")
+    assert report.verdict.ready and "it was cut off" in printed(report)
+    refused = look(cut, "dpo").verdict
+    assert not refused.ready and "All 2 rows have the same defect" in refused.what and refused.where is not None

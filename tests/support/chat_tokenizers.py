@@ -292,8 +292,8 @@ def _qwen3_says(messages: Messages, turn: int) -> str:
         content = content.rpartition("</think>")[2].lstrip("\n")
     written = content
     if turn > last_question and (thought or turn == len(messages) - 1):
-        stripped = thought.strip("\n")
-        written = f"<think>\n{stripped}\n</think>\n\n" + content.lstrip("\n")
+        stripped = thought.strip("\n")  # without thinking, the template writes an empty block: the template's text
+        written = (f"<think>\n{stripped}\n</think>\n\n" if stripped else "") + content.lstrip("\n")
     calls = [
         f'<tool_call>\n{{"name": "{c["name"]}", "arguments": {_json(c["arguments"])}}}\n</tool_call>'
         for c in (call["function"] for call in message.get("tool_calls", []))

@@ -15,7 +15,7 @@ from safetensors.numpy import load
 from tiny_run import assert_same, checkpoints_of, copy_interrupted, metrics
 
 from trillora.errors import TrilloraError
-from trillora.events import Note
+from trillora.events import SWAPPED, Alarm, Note
 from trillora.model.adapters import load_adapter
 from trillora.recipe.load import load_recipe
 from trillora.training.trainer import train
@@ -251,3 +251,24 @@ def test_dropout_is_off_and_a_run_says_so(folder: Path, tmp_path: Path) -> None:
     assert sum("dropout is off" in note for note in notes) == 1
     [step] = metrics(tmp_path / "run", "step")
     assert step["loss"] == pytest.approx(math.log(2), abs=1e-7)  # with chance in it, it would not be
+
+
+@pytest.mark.parametrize("are_swapped", [False, True])
+def test_held_out_pairs_that_contradict_the_training_pairs_are_said_once(
+    are_swapped: bool, folder: Path, tmp_path: Path
+) -> None:
+    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    if are_swapped:
+        pairs = [{**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]} for pair in pairs]
+    (tmp_path / "held-out.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    values = recipe(folder, train={"steps": 9, "learning_rate": 5e-3})
+    values["data"] = {"path": str(folder / "pairs.jsonl"), "validation": str(tmp_path / "held-out.jsonl")}
+    alarms: list[str] = []
+    train(
+        load_recipe(values),
+        tmp_path / "run",
+        listener=lambda e: alarms.append(e.text) if isinstance(e, Alarm) else None,
+    )
+    last = metrics(tmp_path / "run", "evaluation")[-1]["preferences"]
+    assert (last["rewards_accuracies"] < 0.2) == are_swapped != (last["rewards_accuracies"] > 0.8)
+    assert sum(SWAPPED in alarm for alarm in alarms) == are_swapped

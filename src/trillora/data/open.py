@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trillora.data.prepare import DataOptions, Dataset, Source, prepare
+from trillora.data.rendering import preferences, thinking
 from trillora.data.rendering.chat_templates import find_template
 from trillora.data.tokenizing.encode import Tokenizer
 from trillora.errors import TrilloraError
@@ -64,6 +65,24 @@ def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, 
     return dataset
 
 
+def refusal_of(dataset: Dataset) -> TrilloraError | None:
+    """The error of rows that cannot be meant to be trained on: an option that has no place, a defect of all rows."""
+    num_rows, mode = len(dataset.store.rows), dataset.options.thinking
+    for end in dataset.endings:
+        if end.num_rows == num_rows:
+            what = f"All {num_rows:,} rows have the same defect: {end.what[0].lower()}{end.what[1:]}."
+            return TrilloraError(what, where=dataset.store.place(end.first), do=end.do)
+    if num_rows and dataset.remarks.get(preferences.SWAPPED) == num_rows:
+        what = f"In all {num_rows:,} rows, the chosen answer has a lower score than the rejected one."
+        do = "swap the two columns, in the file or with data.columns; or correct the scores"
+        return TrilloraError(what, where=dataset.files[0]["name"], do=do)
+    if num_rows and mode != "auto" and thinking.FOUND.isdisjoint(dataset.remarks):
+        what = f"data.thinking: {mode}, but no row has thinking that the chat template writes."
+        do = "remove it; or write thinking into reasoning_content, or into the content between <think> and </think>"
+        return TrilloraError(what, where="data.thinking", do=do)
+    return None
+
+
 def data_options(
     data: DataSection, tokenizer: Tokenizer, *, rows: Rows = "answers", lenient: bool = False
 ) -> DataOptions:
@@ -77,6 +96,7 @@ def data_options(
         schema=None if data.json_schema is None else read_json(Path(data.json_schema), dict[str, Any], do=SCHEMA_DO),
         chat_template=None if data.chat_template is None else chat_template(data, tokenizer),
         train_on=data.train_on,
+        thinking=data.thinking,
         on_too_long=data.on_too_long,
         on_bad_row="skip" if lenient else data.on_bad_row,
         template_date=data.template_date or DataOptions.template_date,

@@ -40,6 +40,7 @@ from trillora.data.rendering.pool import MAX_PAST_LIMIT, Batch, Outcome, Pool
 from trillora.data.rendering.render import NO_CHAT_TEMPLATE, TEMPLATE_DATE, Cut, RenderedRow, RenderSettings, parse
 from trillora.data.rows import BadRow, Fault, RawRow, place, refused
 from trillora.data.tokenizing.encode import EncodedRow, Encoder, TokenizedDocument, Tokenizer
+from trillora.data.tokenizing.endings import Ending, Endings
 from trillora.data.tokenizing.preferences import encode_rows
 from trillora.data.tokenizing.store import KINDS, MAKING, ROW, Store, StoreWriter, locked_store, open_store
 from trillora.errors import TrilloraError
@@ -47,7 +48,7 @@ from trillora.events import Listener, Progress, ignore_events
 from trillora.files.digests import json_digest, text_digest
 from trillora.recipe.losses import Rows
 
-FORMAT = 8  # of a store: increase it when the same data would be read, tokenized or stored differently
+FORMAT = 9  # of a store: increase it when the same data would be read, tokenized or stored differently
 ROWS_PER_BATCH = 256
 BYTES_PER_BATCH = 2**20
 ROWS_LOOKED_AT = 100  # to detect a file's format
@@ -78,6 +79,7 @@ class DataOptions:
     schema: dict[str, Any] | None = None
     chat_template: str | None = None  # its text; None: the tokenizer's own
     train_on: str = "auto"
+    thinking: str = "auto"
     on_too_long: str = "auto"
     on_bad_row: str = "refuse"
     template_date: str = TEMPLATE_DATE
@@ -167,8 +169,14 @@ class Dataset:
 
     @property
     def remarks(self) -> dict[str, int]:
-        """What of the rows is not trained on, and the number of rows that this is true of."""
-        return dict(self.store.facts["remarks"])
+        """What to know about the rows, such as what of them is not trained on, and the number of rows it is true of."""
+        ends = {f"{end.what}; the first is {self.store.place(end.first)}": end.num_rows for end in self.endings}
+        return {**self.store.facts["remarks"], **ends}
+
+    @property
+    def endings(self) -> list[Ending]:
+        """Defects at the ends of pairs and labelled answers."""
+        return [Ending(*end) for end in self.store.facts["endings"]]
 
     @property
     def system(self) -> str:
@@ -278,6 +286,7 @@ class _StoreBuilder:
 
     def __post_init__(self) -> None:
         self.num_bytes_in_all = sum(file.size for file in self.inputs.files)
+        self.endings = Endings([*self.use.encoder.special_words, *self.use.encoder.added_words])
 
     def run(self, folder: Path) -> None:
         writer = StoreWriter(folder)
@@ -298,6 +307,7 @@ class _StoreBuilder:
                     "num_problems": self.reasons.total(),
                     "reasons": dict(self.reasons.most_common(50)),
                     "remarks": dict(self.remarks.most_common(50)),
+                    "endings": self.endings.found(),
                     "system": next(iter(self.systems)) if len(self.systems) == 1 else "",
                 }
             )
@@ -349,7 +359,9 @@ class _StoreBuilder:
         source = self.inputs.files[batch.file].source
         if len(outcomes) > 1 and all(isinstance(outcome, BadRow) for outcome in outcomes) and not self.num_rows:
             self._refuse_all(batch, outcomes)
-        documents, facts = [], []
+        documents: list[TokenizedDocument] = []
+        facts = []
+        num_before = sum(counts.total() for counts in self.num_rows.values())
         rows: Sequence[RawRow] = batch.rows
         if self.inputs.rendering.rows == "labels":
             rows = [row for row, outcome in zip(rows, outcomes, strict=True) for _ in _unpaired(outcome)]
@@ -363,6 +375,7 @@ class _StoreBuilder:
                 self._problem(batch.file, fault, past_limit=document.past_limit)
                 continue
             assert isinstance(rendered, RenderedRow)
+            self.endings.add(num_before + len(documents), rendered, document)
             self.remarks.update(set(rendered.remarks) if len(self.remarks) < MOST_REMARKS else ())
             if len(self.systems) < 2:
                 self.systems.add(rendered.system)
@@ -485,6 +498,7 @@ def render_settings(options: DataOptions, tokenizer: Tokenizer, encoder: Encoder
         added_words=encoder.added_words,
         rows=options.rows,
         train_on=options.train_on,
+        thinking=options.thinking,
         template=options.template,
         chat_template=template,
         chat_words=dict(tokenizer.special_tokens_map),

@@ -35,6 +35,8 @@ def question_of(document: TokenizedDocument) -> Question | None:
     if not len(untrained):
         return None
     start = int(untrained[-1]) + 1
+    if document.prompt and not document.supervised[document.prompt : start].any():
+        start = min(start, document.prompt)  # a block of thinking that is not trained on belongs to the answer
     return Question(tuple(document.tokens[:start].tolist()), tuple(document.tokens[start:end].tolist()))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trillora.data.batches import Batches
 from trillora.data.documents import NOTHING_LOST, Documents, Lost
 from trillora.data.excerpt import ExcerptPiece, pieces_of
-from trillora.data.open import chat_template, open_dataset, with_template_date, with_token_ids
+from trillora.data.open import chat_template, open_dataset, refusal_of, with_template_date, with_token_ids
 from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, Note
@@ -101,6 +101,8 @@ def read_stage(stage: Stage, tokenizer: Tokenizer, listener: Listener) -> StageD
     recipe = with_token_ids(with_template_date(stage.recipe, tokenizer, listener), tokenizer)
     try:
         dataset = open_dataset(recipe, tokenizer, listener)
+        if (refusal := refusal_of(dataset)) is not None:
+            raise refusal
         batches = training_batches(dataset, recipe)
         evaluation = _evaluation(dataset, recipe, tokenizer, listener)
     except TrilloraError as error:

@@ -28,7 +28,7 @@ from trillora.data.lengths import (
     lost_facts,
     pair_facts,
 )
-from trillora.data.open import chat_template, open_dataset, with_template_date
+from trillora.data.open import chat_template, open_dataset, refusal_of, with_template_date
 from trillora.data.prepare import DataProblem, Dataset
 from trillora.data.rows import place, refused
 from trillora.data.stage import batches_of
@@ -178,7 +178,9 @@ def inspect(
         epoch = _epoch_facts(batches_of(fitted, recipe, dataset.pad_id))
     except TrilloraError as error:
         nothing = error
-    refusal = _bad_row(recipe, dataset) or too_long or nothing or _not_for_the_model(recipe, folder)
+    refusal = (
+        _bad_row(recipe, dataset) or refusal_of(dataset) or too_long or nothing or _not_for_the_model(recipe, folder)
+    )
     accepted = DataVerdict(True, "The data is ready to train on.")
     options = dataset.options
     return DataReport(

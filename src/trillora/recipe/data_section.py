@@ -119,6 +119,11 @@ class DataSection(Section):
         description="Tokens included in the loss: all assistant messages, the last one, the completion, or everything. "
         "auto: the completion if rows have a prompt, else all assistant messages.",
     )
+    thinking: Literal["auto", "train", "mask", "drop"] = Field(
+        default="auto",
+        description="The thinking in answers. train: in the loss. mask: read, but not in the loss. drop: removed. "
+        "auto: in the loss, but not an empty block that the chat template writes where a row has no thinking.",
+    )
     on_too_long: Literal["auto", "refuse", "drop", "split", "truncate-left", "truncate-middle"] = Field(
         default="auto",
         description="Rows longer than sequence_length. auto: split texts, and drop other rows up to 1 % of the "
@@ -153,8 +158,7 @@ class DataSection(Section):
     )
     drop_keys: tuple[str, ...] = Field(
         default=(),
-        description="Keys of rows and of their turns that are left out on purpose, such as [reasoning_content] with a "
-        "chat template that does not write thinking.",
+        description="Keys of rows and of their turns that are left out on purpose.",
     )
     weight_key: str | None = Field(
         default=None,
@@ -197,6 +201,9 @@ class DataSection(Section):
         if self.on_too_long.startswith("truncate") and self.train_on == "everything":
             what = "data.on_too_long: truncate shortens untrained tokens, but data.train_on: everything has none."
             raise conflict("on_too_long", what, "use drop or refuse, or train on the answers")
+        if self.thinking in ("train", "mask") and self.train_on == "everything":
+            what = f"data.train_on: everything trains on every token, so data.thinking: {self.thinking} has no effect."
+            raise conflict("thinking", what, "remove one of them")
         if self.validation is not None and self.split is not None and self.split.validation:
             what = "Both data.validation and data.split.validation are given."
             raise conflict("validation", what, "remove one of them, or set data.split.validation to 0")

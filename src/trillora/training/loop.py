@@ -24,8 +24,10 @@ from trillora.engine.step import WHY_SKIPPED, TrainState
 from trillora.errors import TrilloraError
 from trillora.evaluation.token_metrics import TokenMetrics
 from trillora.events import (
+    SWAPPED,
     AdapterEnded,
     AdapterStep,
+    Alarm,
     Evaluated,
     Listener,
     Note,
@@ -143,6 +145,7 @@ class EntryLoop:
         self._started = self._last_report = self._last_save = time.perf_counter()
         self._step_seconds = 0.0
         self._num_done = 0  # steps of this process
+        self._has_said_swapped = False
 
     def train(self, state: TrainState) -> tuple[TrainState, str | None]:
         """Train to the end of all adapters or to an external stop; return the state and the reason for the stop."""
@@ -347,10 +350,18 @@ class EntryLoop:
         elif not is_first:
             own.num_worse += 1
         run.listener(Evaluated(own.step, stage.name, **vars(metrics), is_best=improved))
+        if not is_first and metrics.preferences is not None and metrics.preferences.seem_swapped:
+            self._say_swapped(stage.name)
         patience = stage.recipe.evaluate.patience
         if patience is not None and own.num_worse >= patience:
             self._keep_last(state, number)
             self._end(number, "stopped early", f"no better loss in {patience} evaluations")
+
+    def _say_swapped(self, stage: str) -> None:
+        """Once, however many evaluations and adapters show it."""
+        if not self._has_said_swapped:
+            self._has_said_swapped = True
+            self._run.listener(Alarm(f"Stage {stage}: {SWAPPED} Look at them with `trillora inspect`."))
 
     def _keep(self, state: TrainState, number: int) -> None:
         """Copy an adapter to the host: it is what this one leaves if nothing better comes."""

@@ -46,6 +46,33 @@ class ControlWords:
         )
 
 
+class Fragments:
+    """Decides which texts could spell one of the words together with text before or after them."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = tuple(word for word in words if word)
+        self._beginnings = {word[:n] for word in self._words for n in range(1, len(word))}
+        self._ends = {word[n:] for word in self._words for n in range(1, len(word))}
+        self._firsts, self._lasts = ({word[i] for word in self._words} for i in (0, -1))
+        self._longest = max(map(len, self._words), default=0)
+
+    def may_join(self, text: str) -> bool:
+        """Called for every text. Most are decided fast: no first or last character of a word is near their ends."""
+        if not text:
+            return False
+        if len(text) < self._longest:
+            return any(text in word and text != word for word in self._words) or self.at_borders(text)
+        tail = len(text) - self._longest
+        return (
+            any(text.find(character, tail) >= 0 for character in self._firsts)
+            or any(text.find(character, 0, self._longest) >= 0 for character in self._lasts)
+        ) and self.at_borders(text)
+
+    def at_borders(self, text: str) -> bool:
+        lengths = range(1, min(len(text), self._longest) + 1)
+        return any(text[-n:] in self._beginnings or text[:n] in self._ends for n in lengths)
+
+
 def template_marks(added: Iterable[str], template: str) -> list[str]:
     """The added tokens that a chat template may write: marks whose text is in its source.
 

@@ -225,7 +225,7 @@ def _row_of(
     system: str, text: str, supervised: list[Any], planted: list[Any], cuts: list[int], *others: Any
 ) -> RenderedRow:
     """The row whose fields these are (`worker._fields`)."""
-    kind, digest, weight, remarks, turns, shape, *preference = others
+    kind, digest, weight, remarks, turns, shape, prompt, *preference = others
     spans = tuple(map(tuple, supervised)), tuple(map(tuple, planted))
     prompt_digest, label, rejected = preference or (None, None, None)
     return RenderedRow(
@@ -242,4 +242,5 @@ def _row_of(
         label,
         None if rejected is None else _row_of(system, *rejected),
         system,
+        prompt,
     )

@@ -20,6 +20,7 @@ A labelled row is a row of any format with one answer, and a label. All sides ar
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ SIDE_KEYS = frozenset(key for keys in _SIDES for key in keys) - {"messages"}
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 SAME = "The chosen and the rejected answer are the same"
 DO_SAME = "remove the row: there is nothing to compare"
+SWAPPED = "The chosen answer has a lower score than the rejected one: they may be swapped"
+_SCORE = re.compile("score|rating|reward", re.IGNORECASE)
 
 
 def detect(row: Row, rows: str) -> str:
@@ -76,6 +79,16 @@ def convert(row: Row, format: str) -> Example:
     if format == LABELLED:
         return _labelled(row)
     return formats.convert(row, format)
+
+
+def is_swapped(row: Row) -> bool:
+    """Whether the row has a score for each answer, such as `score_chosen` and `score_rejected`, in the wrong order."""
+    for key, score in row.items():
+        if "chosen" in key and _SCORE.search(key):
+            other = row.get(key.replace("chosen", "rejected"))
+            if isinstance(score, int | float) and isinstance(other, int | float):
+                return score < other
+    return False
 
 
 def _not_of_this_kind(row: Row, rows: str) -> BadRow:

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from trillora.data.rendering import formats, preferences
-from trillora.data.rendering.control import ControlWords, Span, odd_spans
+from trillora.data.rendering import formats, preferences, thinking
+from trillora.data.rendering.control import ControlWords, Fragments, Span, odd_spans
 from trillora.data.rendering.json_values import kind_name, parse_json
 from trillora.data.rendering.sandbox import ChatTemplate, RowTemplate
 from trillora.data.rendering.schema import SchemaCheck
@@ -71,6 +71,7 @@ class RenderSettings:
     added_words: list[str]  # spellings of all added tokens
     rows: str = "answers"  # or pairs, or labels: see `preferences`
     train_on: str = "auto"
+    thinking: str = "auto"
     template: dict[str, str] | None = None  # data.template of the recipe, instead of a format
     chat_template: str | None = None
     chat_words: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token and others, for the chat template
@@ -102,6 +103,8 @@ class RenderedRow:
     label: bool | None = None  # whether the answer is good, if the row says so
     rejected: RenderedRow | None = None  # of a pair, whose chosen answer this row is
     system: str = ""  # the system message of a conversation
+    prompt: int = 0  # where the answer begins; 0: at its first trained character
+    marks: thinking.ThinkingMarks | None = None  # of the thinking in the answers, until it is in or out of the loss
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,17 @@ class Renderer:
         example = self.example(read, format)
         if cut is not None:
             example = shortened(example, cut)
-        rendered = self.write(example)
+        remarks: list[str] = []
+        if self._settings.thinking == "drop":
+            example, had_some = thinking.dropped(example)
+            remarks += [thinking.DROPPED] if had_some else []
+        rendered = self._counted(self.write(example))
+        if format == preferences.PREFERENCE and preferences.is_swapped(row):
+            remarks.append(preferences.SWAPPED)
         if self._rows is None and not self._settings.columns:
-            unused = unused_keys(read, format, self._settings.weight_key)
-            rendered = dataclasses.replace(rendered, remarks=(*rendered.remarks, *unused)) if unused else rendered
+            remarks += unused_keys(read, format, self._settings.weight_key)
+        if remarks:
+            rendered = dataclasses.replace(rendered, remarks=(*rendered.remarks, *remarks))
         if self._settings.weight_key is not None:
             rendered = dataclasses.replace(rendered, weight=formats.row_weight(row, self._settings.weight_key))
         for side in (rendered,) if rendered.rejected is None else (rendered, rendered.rejected):
@@ -175,7 +185,8 @@ class Renderer:
                 text, start = prompt + completion, 0 if self._settings.train_on == "everything" else len(prompt)
                 cuts = (len(prompt),) if prompt else ()
                 planted, digest = self._spelled(text, len(prompt)), _digest([prompt, completion])
-                return RenderedRow(text, ((start, len(text)),), planted, cuts, kind="pair", digest=digest)
+                marks = None if self._settings.train_on == "everything" else thinking.ThinkingMarks()
+                return RenderedRow(text, ((start, len(text)),), planted, cuts, kind="pair", digest=digest, marks=marks)
             case Text(text):
                 if not text.strip():
                     raise BadRow("The text is empty.", "remove the row")
@@ -207,17 +218,35 @@ class Renderer:
             rejected=other,
         )
 
+    def _counted(self, row: RenderedRow) -> RenderedRow:
+        """The row with the thinking of its answers in or out of the loss."""
+        mode = self._settings.thinking
+        if row.rejected is None:
+            return _in_loss(row, mode, is_judged=row.label is not None)
+        one, other = (_in_loss(side, mode, is_judged=True) for side in (row, row.rejected))
+        prompt = one.prompt or other.prompt  # both answers begin in the same place
+        return dataclasses.replace(
+            one,
+            remarks=tuple(dict.fromkeys(one.remarks + other.remarks)),
+            prompt=prompt,
+            rejected=dataclasses.replace(other, prompt=prompt),
+        )
+
     def _write_chat(self, chat: Chat) -> RenderedRow:
         if self._answers is None:
             do = 'use the chat ("instruct") version of the model, or set data.chat_template, for example to chatml'
             raise BadRow(NO_CHAT_TEMPLATE, do)
         chat, answers = self._with_arguments(chat)
         text, planted = self._written(chat, answers.template, prompt=False)
+        marks: thinking.ThinkingMarks | None = None
         if self._settings.train_on == "everything":
             untrained = answers.find(chat, text, planted, sorted(chat.untrained)) if chat.untrained else ()
             supervised = _around(untrained, text)
         else:
-            supervised = answers.find(chat, text, planted, trained_turns(chat, self._settings.train_on))
+            turns = trained_turns(chat, self._settings.train_on)
+            supervised, marks = answers.find(chat, text, planted, turns), answers.thinking
+            if self._settings.thinking == "mask":
+                thinking.check_found(chat, turns, text, supervised, marks)
         remarks = unwritten_fields(chat, answers.template)
         if next(message["role"] for message in chat.messages if message["role"] not in SYSTEM_ROLES) == "assistant":
             remarks.append("The conversation begins with the assistant: its first answer has no question")
@@ -225,7 +254,7 @@ class Renderer:
         row = RenderedRow(text, supervised, planted, kind="chat", digest=digest, remarks=tuple(remarks))
         first = chat.messages[0]
         system = first["content"] or "" if first["role"] == "system" else ""
-        return dataclasses.replace(row, turns=len(chat.messages), shape=_shape(chat), system=system)
+        return dataclasses.replace(row, turns=len(chat.messages), shape=_shape(chat), system=system, marks=marks)
 
     def prompt(self, chat: Chat) -> RenderedRow:
         """A conversation with a generation prompt at its end. Content cannot become control tokens, as in training."""
@@ -365,33 +394,6 @@ class Renderer:
             raise BadRow(f"{what} {word!r}, or cannot be distinguished from it.", "change this text in the row")
 
 
-class Fragments:
-    """Decides which texts could spell one of the words together with text before or after them."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = tuple(word for word in words if word)
-        self._beginnings = {word[:n] for word in self._words for n in range(1, len(word))}
-        self._ends = {word[n:] for word in self._words for n in range(1, len(word))}
-        self._firsts, self._lasts = ({word[i] for word in self._words} for i in (0, -1))
-        self._longest = max(map(len, self._words), default=0)
-
-    def may_join(self, text: str) -> bool:
-        """Called for every text. Most are decided fast: no first or last character of a word is near their ends."""
-        if not text:
-            return False
-        if len(text) < self._longest:
-            return any(text in word and text != word for word in self._words) or self.at_borders(text)
-        tail = len(text) - self._longest
-        return (
-            any(text.find(character, tail) >= 0 for character in self._firsts)
-            or any(text.find(character, 0, self._longest) >= 0 for character in self._lasts)
-        ) and self.at_borders(text)
-
-    def at_borders(self, text: str) -> bool:
-        lengths = range(1, min(len(text), self._longest) + 1)
-        return any(text[-n:] in self._beginnings or text[:n] in self._ends for n in lengths)
-
-
 def parse(raw: bytes) -> dict[str, Any]:
     """The JSON object of a row. Raises `BadRow` with the reason if it is not one."""
     try:
@@ -522,6 +524,23 @@ def _digest(meaning: object) -> int:
 def _trained_from(start: int, row: RenderedRow) -> RenderedRow:
     (_, end), *others = row.supervised
     return dataclasses.replace(row, supervised=((start, end), *others))
+
+
+def _in_loss(row: RenderedRow, mode: str, is_judged: bool) -> RenderedRow:
+    """The row without the blocks of thinking that are not trained on. `is_judged`: its prompt ends at the first trained
+    answer, not at the last one."""
+    if row.marks is None:
+        return row
+    blocks = row.marks.blocks(row.text, row.supervised)
+    removed = thinking.untrained(blocks, mode)
+    answer, _ = row.supervised[0 if is_judged else -1]
+    return dataclasses.replace(
+        row,
+        supervised=thinking.outside(row.supervised, removed),
+        remarks=(*row.remarks, *row.marks.remarks(blocks, mode)),
+        prompt=answer if any(block.start == answer for block in removed) else 0,
+        marks=None,
+    )
 
 
 def _prompt_digest(side: Chat | Pair) -> int:

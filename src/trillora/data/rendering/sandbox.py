@@ -48,11 +48,15 @@ class ChatTemplate:
         self._template.globals = dict(self._template.globals)  # read for every row; a plain dict is the fastest
         self.has_marks = environment.parse(source).find(ExtensionAttribute) is not None
 
+    def reads(self, name: str) -> bool:
+        """Whether the template may read this value: its name is in the source."""
+        return name in self._source
+
     def check_tools(self, chat: Chat) -> None:
         """Refuse tools and calls that the template ignores: the row would be trained as if there were none."""
         has_calls = any(message.get("tool_calls") for message in chat.messages)
         for name, used in (("tools", chat.tools), ("tool_calls", has_calls)):
-            if used and name not in self._source:
+            if used and not self.reads(name):
                 what = f'This conversation has "{name}", which the chat template ignores.'
                 raise BadRow(what, "use a model or a data.chat_template that supports tools, or remove the row")
 

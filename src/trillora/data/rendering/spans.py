@@ -45,14 +45,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 from trillora.data.rendering.control import ControlWords, Span, common_length, inside, odd_spans
 from trillora.data.rendering.sandbox import CLOSE, OPEN, ChatTemplate
+from trillora.data.rendering.thinking import SWITCH, USUAL, ThinkingMarks, marks_around
 from trillora.data.rows import BadRow, Chat, Message
 
 _AROUND = OPEN + CLOSE
 _SENTINELS = re.compile(f"[{OPEN}{CLOSE}]")
 _MAX_CACHED = 1000  # texts around answers; with thinking, every one is different
+_THOUGHT, _ANSWER = "a thought 1", "an answer 2"  # texts of an example, to be found in its rendering
 
 
 class AnswerFinder:
@@ -73,6 +76,20 @@ class AnswerFinder:
         if contents is None:
             return tuple(self._by_prefix(chat, turn, text, planted) for turn in turns)
         return tuple(self._by_neighbours(chat, turn, text, planted, contents) for turn in turns)
+
+    @cached_property
+    def thinking(self) -> ThinkingMarks:
+        """The marks that the template writes around the thinking of an answer, found in an example."""
+        question: Message = {"role": "user", "content": "?"}
+        messages = [question, {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}]
+        own = None
+        try:
+            text = self.template.render(messages, None)
+            ((start, _),) = self.find(Chat(messages), text, (), [1])
+            own = marks_around(text, start, _THOUGHT, _ANSWER, self._words.control)
+        except BadRow:  # a template that refuses this example: its rows may be others
+            pass
+        return ThinkingMarks(tuple(dict.fromkeys((own or USUAL, USUAL))), self.template.reads(SWITCH))
 
     def _by_own_marks(self, chat: Chat, text: str, planted: Sequence[Span]) -> dict[int, Span] | None:
         """Method 1: the span of every assistant turn; None if the template's marks cannot be used."""

@@ -3,9 +3,9 @@
     {"question": "1+1?", "answer": "2", "context": "arithmetic"}     '"context" is not used'
 
 Each is a remark, counted over all rows and shown once. Thinking is different. If a template writes none, the model
-would learn to answer without it, so the row is refused; `data.drop_keys` says that this is intended. A template that
-writes the thinking of the last round only, such as Qwen 3's, or removes it from the content, as DeepSeek R1's does,
-gets a remark.
+would learn to answer without it, so the row is refused; `data.thinking: drop` says that this is intended. A template
+that writes the thinking of the last round only, such as Qwen 3's, or removes it from the content, as DeepSeek R1's
+does, gets a remark.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _refuse_thinking(key: str, turn: int, template: ChatTemplate) -> NoReturn:
     )
     raise BadRow(
         f'The chat template does not write "{key}", so the thinking of turn {turn + 1} would be lost.',
-        f"{inside}use a model or a data.chat_template that writes it; or train without it: data.drop_keys: [{key}]",
+        f"{inside}use a model or a data.chat_template that writes it; or train without it: data.thinking: drop",
     )
 
 

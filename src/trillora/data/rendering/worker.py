@@ -73,9 +73,9 @@ def _answers(renderer: Renderer, rows: list[bytes], format: str, cuts: Sequence[
 
 
 def _fields(row: RenderedRow) -> list[Any]:
-    """Ten fields, and three more of a pair or a labelled answer."""
+    """Eleven fields, and three more of a pair or a labelled answer."""
     fields = [row.text, row.supervised, row.planted, row.cuts, row.kind, row.digest]
-    fields += [row.weight, row.remarks, row.turns, row.shape]
+    fields += [row.weight, row.remarks, row.turns, row.shape, row.prompt]
     if row.prompt_digest is not None:
         fields += [row.prompt_digest, row.label, None if row.rejected is None else _fields(row.rejected)]
     return fields

@@ -15,9 +15,9 @@ a space).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -44,7 +44,7 @@ class TokenizedDocument:
     supervised: NDArray[np.bool_]
     weight: float = 1.0  # of its targets in the loss; below zero for a bad answer
     first: int = 0  # of a pair: tokens of the chosen side, which the rejected side follows
-    prompt: int = 0  # of a pair or a labelled answer: tokens of the prompt
+    prompt: int = 0  # tokens before the answer: of pairs, labelled answers, and thinking that is not trained on
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -139,7 +139,7 @@ class Encoder:
             for i, encoded in zip(plain, words.encode([scripts[i].text for i in plain]), strict=True):
                 if encoded is not None:
                     script = scripts.pop(i)
-                    documents[i] = self._finished(script, encoded.ids, _trained_bytes(script, encoded.lengths))
+                    documents[i] = self._finished(script, encoded.ids, partial(_bytes_of, script, encoded.lengths))
         documents |= zip(scripts, self._encode_by_tokenizer(list(scripts.values())), strict=True)
         return [self._checked(documents[i]) for i in range(len(rows))]
 
@@ -181,28 +181,31 @@ class Encoder:
         if len(starts) == 1:
             whole = next(parts).encoding
             ids = np.array(whole.ids, np.int32)
-            supervised = np.zeros(len(ids), np.bool_)
             num_written = len(self._control.findall(script.text))
             if np.count_nonzero(self._is_control[ids]) != num_written:
                 self._refuse_made_control(script, ids, np.array(whole.offsets).reshape(-1, 2))
-            for start, end in script.supervised:
-                supervised[slice(*_tokens_of(whole, start, end, len(script.text)))] = True
-        else:
-            ids, offsets = self._joined(parts, starts)
-            self._refuse_made_control(script, ids, offsets)
-            supervised = _touched(offsets, script.supervised)
-        return self._finished(script, ids, supervised)
+            return self._finished(script, ids, partial(_encoded_in, script, whole))
+        ids, offsets = self._joined(parts, starts)
+        self._refuse_made_control(script, ids, offsets)
+        return self._finished(script, ids, partial(_touched, offsets))
 
     def _finished(
-        self, script: RenderedRow, ids: NDArray[np.int32], supervised: NDArray[np.bool_]
+        self,
+        script: RenderedRow,
+        ids: NDArray[np.int32],
+        tokens_in: Callable[[Sequence[Span]], NDArray[np.bool_]],
     ) -> TokenizedDocument:
+        """`tokens_in`: which tokens have a character in one of these spans."""
+        supervised = tokens_in(script.supervised)
+        prompt = int(np.argmax(tokens_in([(script.prompt, len(script.text))]))) if script.prompt else 0
         if script.kind == "chat":
-            return TokenizedDocument(ids, supervised)
+            return TokenizedDocument(ids, supervised, prompt=prompt)
         if self._eos is None:
             what = "The tokenizer has no EOS token, so the model could not learn where a text ends."
             raise TrilloraError(what, do="use a model whose tokenizer sets eos_token")
         tokens = np.concatenate([self._head, ids, np.array([self._eos], np.int32)])
-        return TokenizedDocument(tokens, np.pad(supervised, (len(self._head), 1), constant_values=True))
+        prompt += len(self._head) if prompt else 0
+        return TokenizedDocument(tokens, np.pad(supervised, (len(self._head), 1), constant_values=True), prompt=prompt)
 
     def _joined(self, parts: Iterator[_Piece], starts: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """The ids and the offsets in the whole text, without the anchors in front of all pieces but the first."""
@@ -244,17 +247,25 @@ def _touched(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bo
     return starts[next_span] < ends
 
 
-def _trained_bytes(script: RenderedRow, lengths: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Which tokens hold a byte of a trained span; `lengths` are the tokens' bytes."""
+def _encoded_in(script: RenderedRow, encoding: Any, spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Which tokens of the whole text have a character in one of the spans."""
+    found = np.zeros(len(encoding.ids), np.bool_)
+    for start, end in spans:
+        found[slice(*_tokens_of(encoding, start, end, len(script.text)))] = True
+    return found
+
+
+def _bytes_of(script: RenderedRow, lengths: NDArray[np.int32], spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Which tokens hold a byte of one of the spans; `lengths` are the tokens' bytes."""
     ends = np.cumsum(lengths)
-    supervised = np.zeros(len(lengths), np.bool_)
+    found = np.zeros(len(lengths), np.bool_)
     text = None if script.text.isascii() else script.text
-    for start, end in script.supervised:
+    for start, end in spans:
         if text is not None:
             start, end = len(text[:start].encode()), len(text[:end].encode())
         first, last = np.searchsorted(ends, (start, end - 1), side="right")
-        supervised[first : last + 1] = True
-    return supervised
+        found[first : last + 1] = True
+    return found
 
 
 def _tokens_of(encoding: Any, start: int, end: int, length: int) -> tuple[int, int]:

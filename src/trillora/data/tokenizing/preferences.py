@@ -55,11 +55,11 @@ def _joined(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
 
 
 def _with_prompt(document: EncodedRow) -> EncodedRow:
-    """The document with the length of its prompt, which is everything before the first target."""
+    """The document with the length of its prompt: everything before the first target, or before untrained thinking."""
     if isinstance(document, BadRow):
         return document
     supervised = document.supervised.copy()
     supervised[0] = False  # nothing predicts the first token
     if not supervised.any():
         return BadRow("An answer of this row has no token to train on.", "remove the row, or complete the answer")
-    return dataclasses.replace(document, supervised=supervised, prompt=int(np.argmax(supervised)))
+    return dataclasses.replace(document, supervised=supervised, prompt=document.prompt or int(np.argmax(supervised)))

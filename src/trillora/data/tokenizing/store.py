@@ -39,7 +39,7 @@ ROW = np.dtype(
         ("nth", "<i4"),  # of the rows on that line
         ("length", "<i4"),  # in tokens
         ("first", "<i4"),  # tokens of the chosen side of a pair; 0: not a pair
-        ("prompt", "<i4"),  # tokens of the prompt of a pair or a labelled answer
+        ("prompt", "<i4"),  # tokens before the answer, of pairs, labelled answers and untrained thinking; else 0
         ("trained", "<i4"),  # number of targets
         ("weight", "<f4"),  # of these in the loss; below zero for a bad answer
         ("name", "<i4"),  # index into the description's list of files and archive members

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from trillora.events import Evaluated, Preferences, Step
+from trillora.events import SWAPPED, Evaluated, Preferences, Step
 from trillora.own_command import runnable
 from trillora.report.numbers import format_count, format_duration, format_number, format_percent
 from trillora.report.run.adapter_tables import summary
@@ -98,6 +98,8 @@ def change_of_preferences(before: Preferences, after: Preferences, until: str) -
         f"The chosen answer is preferred in {last} ({low} to {high}) of {after.pairs:,.0f} held-out pairs{until}, "
         f"before in {first}; the margin is {format_number(after.rewards_margins)}."
     )
+    if after.seem_swapped:
+        return (words, SWAPPED)
     chosen, rejected = after.logps_chosen - before.logps_chosen, after.logps_rejected - before.logps_rejected
     if chosen >= 0 or rejected >= 0:
         return (words,)

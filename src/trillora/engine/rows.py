@@ -36,6 +36,7 @@ class RowRules(NamedTuple):
     limits_B: jax.Array  # tokens to generate
     stops_BS: jax.Array  # padded with NOTHING
     wants_top_B: jax.Array  # whether the most likely tokens are asked for
+    adapters_B: jax.Array  # the number of the adapter that computes the logits
 
 
 class RowStates(NamedTuple):

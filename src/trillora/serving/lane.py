@@ -1,4 +1,4 @@
-"""The rows of one adapter: a batch that requests join and leave between calls.
+"""The rows of one or several adapters: a batch that requests join and leave between calls.
 
 The device is always one call ahead: `advance` only enqueues the next call, and `collect` reads the one before, so that
 text is made and sent while the device computes.
@@ -75,10 +75,12 @@ class Running:
 
 
 class Lane:
-    """The batch of one adapter. All methods run in the engine's thread."""
+    """One batch. `models`: the names of the models that it answers for, in the order of their adapters in `adapter`.
+    All methods run in the engine's thread."""
 
     def __init__(
         self,
+        models: Sequence[str],
         programs: ServingPrograms,
         base: Tree,
         adapter: Tree,
@@ -86,7 +88,7 @@ class Lane:
         sizes: BatchSizes,
         mesh: Mesh,
     ) -> None:
-        self.programs, self.sizes = programs, sizes
+        self.models, self.programs, self.sizes = tuple(models), programs, sizes
         self._base, self._adapter, self._decode = base, adapter, decode
         self._by_row, self._everywhere = batch_sharding(mesh), replicated(mesh)
         self.shape: BatchShape | None = None
@@ -277,15 +279,16 @@ class Lane:
         tokens = np.zeros((1, num_prompt), np.int32)
         start = num_prompt - len(job.prompt)
         tokens[0, start:] = job.prompt
-        return jax.device_put((tokens, np.array([start], np.int32), rule_of(job)), self._by_row)
+        rule = rule_of(job, self.models.index(job.model))
+        return jax.device_put((tokens, np.array([start], np.int32), rule), self._by_row)
 
     def _score(self, job: Job, program: jax.stages.Compiled) -> None:
         """Delivers the probabilities of the prompt's own tokens."""
         tokens = np.zeros((1, _prompt_slots(len(job.prompt))), np.int32)
         tokens[0, : len(job.prompt)] = job.prompt
-        told = Written(
-            *jax.device_get(tuple(program(self._base, self._adapter, jax.device_put(tokens, self._everywhere))))
-        )
+        number = np.array([self.models.index(job.model)], np.int32)
+        inputs = jax.device_put((tokens, number), self._everywhere)
+        told = Written(*jax.device_get(tuple(program(self._base, self._adapter, *inputs))))
         places = [divmod(i, SCORED_AT_ONCE) for i in range(len(job.prompt) - 1)]
         scored = (SampledToken(job.prompt[0], None, ()), *(_chosen(told, place, job.num_top) for place in places))
         job.receive(AnswerPiece(prompt=scored, finish="length" if job.max_tokens == 0 else None))

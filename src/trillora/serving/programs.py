@@ -33,6 +33,7 @@ from trillora.engine.sampling import Sampling
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import Arrays, resized
 from trillora.model.layout import Tree
+from trillora.serving.adapter_stack import chosen_by
 from trillora.serving.job import Job
 
 SHORTEST_PROMPT = 64  # slots
@@ -79,11 +80,15 @@ class Compiler:
 
 
 class ServingPrograms:
-    """The programs for one model and all adapters of the same shapes."""
+    """The programs for one model and all adapters of the same shapes: each is one, or several side by side
+    (`adapter_stack`), of which every row uses its own."""
 
-    def __init__(self, decoder: Decoder, base: Tree, adapter: Tree, mesh: Mesh, compiler: Compiler) -> None:
+    def __init__(
+        self, decoder: Decoder, base: Tree, adapter: Tree, mesh: Mesh, compiler: Compiler, num_adapters: int = 1
+    ) -> None:
         self._decoder, self._base, self._mesh, self._compiler = decoder, base, mesh, compiler
         self._adapter = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), adapter)
+        self._num_adapters = num_adapters
         self._rows, self._everywhere = batch_sharding(mesh), replicated(mesh)
         traced = self._traced_prefill(SHORTEST_PROMPT)
         self._row, told = traced.out_info  # the shapes of one prefilled row
@@ -99,7 +104,8 @@ class ServingPrograms:
         def read(
             base: Tree, adapter: Tree, tokens: jax.Array, starts: jax.Array, rule: RowRules
         ) -> tuple[RowStates, Written]:
-            logits, cache = self._decoder.prefill(base, adapter, tokens, starts, num_prompt + 1)
+            own, _ = chosen_by(rule.adapters_B, adapter, self._num_adapters)
+            logits, cache = self._decoder.prefill(base, own, tokens, starts, num_prompt + 1)
             return begin_rows(logits, cache, num_prompt, starts, rule)
 
         inputs = jax.device_put((np.zeros((1, num_prompt), np.int32), np.zeros(1, np.int32), rule_of(None)), self._rows)
@@ -111,10 +117,12 @@ class ServingPrograms:
         def write(
             base: Tree, adapter: Tree, rows: RowStates, active: jax.Array, num_steps: jax.Array
         ) -> tuple[RowStates, Written]:
+            own, chosen = chosen_by(rows.rule.adapters_B, adapter, self._num_adapters)
+
             def forward(
                 cache: Arrays, tokens: jax.Array, slots: jax.Array, starts: jax.Array
             ) -> tuple[jax.Array, Arrays]:
-                return self._decoder.decode(base, adapter, cache, tokens, slots, starts, shape.num_slots)
+                return self._decoder.decode(base, own, cache, tokens, slots, starts, shape.num_slots, chosen)
 
             return advance(forward, rows, active, num_steps, TOKENS_PER_CALL, self._num_top)
 
@@ -151,10 +159,12 @@ class ServingPrograms:
         return self._start("reshape", (old, new), build=build)
 
     def score(self, num_prompt: int) -> Future[jax.stages.Compiled]:
-        """(base, adapter, tokens [1, P]) -> the probability of every next token. Padding is at the end."""
+        """(base, adapter, tokens [1, P], number of the adapter [1]) -> the probability of every next token. Padding is
+        at the end."""
         model = self._decoder.model
 
-        def score(base: Tree, adapter: Tree, tokens: jax.Array) -> Written:
+        def score(base: Tree, adapter: Tree, tokens: jax.Array, number: jax.Array) -> Written:
+            adapter, _ = chosen_by(number, adapter, self._num_adapters)
             next_tokens = jnp.roll(tokens[0], -1).reshape(-1, SCORED_AT_ONCE)
 
             def of_chunk(logits: jax.Array, chosen: jax.Array) -> Written:
@@ -169,7 +179,9 @@ class ServingPrograms:
 
         def build() -> jax.stages.Compiled:
             tokens = jax.ShapeDtypeStruct((1, num_prompt), jnp.int32, sharding=self._everywhere)
-            return jax.jit(score, out_shardings=self._everywhere).lower(self._base, self._adapter, tokens).compile()
+            number = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=self._everywhere)
+            jitted = jax.jit(score, out_shardings=self._everywhere)
+            return jitted.lower(self._base, self._adapter, tokens, number).compile()
 
         return self._start("score", num_prompt, build=build)
 
@@ -195,8 +207,8 @@ class ServingPrograms:
         return self._compiler.program((id(self), name, shape), build)
 
 
-def rule_of(job: Job | None) -> RowRules:
-    """The rule of one row, as arrays [1]."""
+def rule_of(job: Job | None, adapter: int = 0) -> RowRules:
+    """The rule of one row, as arrays [1]. `adapter`: the number of its adapter."""
     t, p, k, seed = job.sampling if job is not None else Sampling()
     stops = [*(job.stop_tokens if job is not None else ())][:MOST_STOPS]
     return RowRules(
@@ -210,4 +222,5 @@ def rule_of(job: Job | None) -> RowRules:
         np.array([job.max_tokens if job is not None else 1], np.int32),  # type: ignore[arg-type]
         np.array([[*stops, *[NOTHING] * (MOST_STOPS - len(stops))]], np.int32),  # type: ignore[arg-type]
         np.array([job is not None and job.num_top > 0]),  # type: ignore[arg-type]
+        np.array([adapter], np.int32),  # type: ignore[arg-type]
     )

@@ -50,10 +50,10 @@ def running_engine(
     programs, compiler = programs_of(generator)
     sizes = BatchSizes(rows, slots)
     trees = {"adapter": generator.adapter, "base": generator.neutral_adapter}
-    lanes = {
-        name: Lane(programs, generator.base, tree, generator.prompts.decode, sizes, generator.mesh)
+    lanes = [
+        Lane([name], programs, generator.base, tree, generator.prompts.decode, sizes, generator.mesh)
         for name, tree in trees.items()
-    }
+    ]
     engine = Engine(lanes, compiler, num_rows=rows[-1], max_length=LONGEST, max_waiting=max_waiting)
     engine.start()
     try:
@@ -201,7 +201,7 @@ def test_lanes_share_the_memory_of_the_rows() -> None:
     """Many jobs of two lanes: the caches never exceed the budget, and every job ends."""
     generator, _ = tiny_generator("exaone4")
     with running_engine(generator, rows=(1, 4), slots=(LONGEST,)) as engine:
-        lanes, largest = list(engine._lanes.values()), 0
+        lanes, largest = engine._lanes, 0
         started = [start(engine, [5 + i] * (3 + i), 40, model=("adapter", "base")[i % 2]) for i in range(10)]
         waiting = list(started)
         while waiting:

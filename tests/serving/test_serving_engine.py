@@ -123,6 +123,38 @@ def test_sampling_repeats_for_a_seed_with_any_others_in_the_batch() -> None:
     assert other != found[0]
 
 
+def test_answers_to_one_prompt_share_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy or sampled, each is what it is alone. Another prompt or another model is read for itself."""
+    generator, _ = tiny_generator("exaone4")
+    prompt, other = random_prompts((17, 11))
+    read: list[tuple[str, int]] = []
+    prompt_of = Lane._prompt
+
+    def counted(lane: Lane, job: Job, num_prompt: int) -> Any:
+        read.append((job.model, len(job.prompt)))
+        return prompt_of(lane, job, num_prompt)
+
+    monkeypatch.setattr(Lane, "_prompt", counted)
+    rules = [Sampling(0.9, seed=3)] * 5 + [Sampling()]
+    with running_engine(generator) as engine:
+        engine._budget *= 2  # rows of both lanes at the same time
+        pieces: list[queue.SimpleQueue[AnswerPiece]] = [queue.SimpleQueue() for _ in rules]
+        jobs = [Job("adapter", (*prompt,), 12, pieces[i].put, rule, number=i) for i, rule in enumerate(rules)]
+        engine.submit(jobs)
+        found = [finished((job, own))[0] for job, own in zip(jobs, pieces, strict=True)]
+        assert read == [("adapter", 17)]
+        started = [start(engine, p, 12, model=model) for p, model in ((other, "adapter"), (other, "base"))]
+        assert finished(started[0])[0] != finished(started[1])[0]
+        assert sorted(read[1:]) == [("adapter", 11), ("base", 11)]
+    alone = [
+        np.concatenate(list(generator.write([prompt], max_tokens=12, sampling=rule, numbers=[i])), axis=1)[
+            0, :12
+        ].tolist()
+        for i, rule in enumerate(rules)
+    ]
+    assert found == alone and len({*map(tuple, found)}) == len(rules)
+
+
 def test_text_is_shown_in_whole_characters_and_never_a_part_of_a_stop_string() -> None:
     pieces = ["Hel", "lo E", "N", "X E", "N", "D tail"]
 

@@ -64,7 +64,7 @@ Forward = Callable[[Pytree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, P
 
 
 def begin_rows(
-    logits_BV: jax.Array, cache: Pytree, num_read: int, starts_B: jax.Array, rule: RowRules
+    logits_BV: jax.Array, cache: Pytree, num_read: jax.Array, starts_B: jax.Array, rule: RowRules
 ) -> tuple[RowStates, Written]:
     """Samples the first token after prompts that fill `num_read` slots."""
     zeros = jnp.zeros_like(starts_B)

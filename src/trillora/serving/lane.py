@@ -18,8 +18,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.mesh import batch_sharding, replicated
-from trillora.engine.rows import NOTHING, RowRules, RowStates, Written
+from trillora.engine.rows import NOTHING, RowStates, Written
 from trillora.errors import TrilloraError, as_error
+from trillora.model.kv_cache import Arrays
 from trillora.model.layout import Tree
 from trillora.serving.job import AnswerPiece, Finish, Job, NotFinite, SampledToken
 from trillora.serving.programs import (
@@ -74,6 +75,18 @@ class Running:
         return min(len(self.job.prompt) + self.num_ahead + TOKENS_PER_CALL, self.job.num_reserved)
 
 
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt that was read: several answers can follow it."""
+
+    model: str
+    prompt: tuple[int, ...]
+    logits: jax.Array
+    cache: Arrays
+    length: jax.Array  # with its padding
+    starts: jax.Array
+
+
 class Lane:
     """One batch. `models`: the names of the models that it answers for, in the order of their adapters in `adapter`.
     All methods run in the engine's thread."""
@@ -94,6 +107,7 @@ class Lane:
         self.shape: BatchShape | None = None
         self._rows: RowStates | None = None
         self._places: list[Running | None] = []
+        self._last_prompt: ReadPrompt | None = None
         self.is_broken = False  # during a call that uses up the arrays of the batch
         self._unread: collections.deque[tuple[Written, list[tuple[int, Running]], int]] = collections.deque()
         self._seconds_per_token, self._last_read, self._num_spare = 0.0, 0.0, 0
@@ -132,7 +146,7 @@ class Lane:
             if job.max_tokens == 0:
                 self._score(job, score.result())
                 return True
-        wanted = [programs.prefill(num_prompt), programs.advance(shape)]
+        wanted = [programs.prefill(num_prompt), programs.begin(), programs.advance(shape)]
         if self.shape is None:
             wanted += [programs.reshape(first, shape)]
         else:
@@ -143,8 +157,8 @@ class Lane:
             return False
         if job.scores_prompt:
             self._score(job, score.result())
-        prefill, _, fit, *rest = (future.result() for future in wanted)
-        row, told = prefill(self._base, self._adapter, *self._prompt(job, num_prompt))
+        prefill, begin, _, fit, *rest = (future.result() for future in wanted)
+        row, told = self._begin(job, self._read(job, num_prompt, prefill), begin)
         if self.shape is None:
             self._rows = fit(row, self._put(np.zeros(shape.num_rows, np.int32)))
             self.shape, self._places = shape, [None] * shape.num_rows
@@ -209,6 +223,7 @@ class Lane:
     def reset(self) -> None:
         """Forgets all rows."""
         self.shape, self._rows, self._places, self._num_spare, self.is_broken = None, None, [], 0, False
+        self._last_prompt = None
         self._unread.clear()
 
     def _deliver(self, running: Running, told: Written, place: int) -> None:
@@ -275,12 +290,28 @@ class Lane:
             return 1
         return min(max(int(SECONDS_PER_CALL / self._seconds_per_token), 1), TOKENS_PER_CALL)
 
-    def _prompt(self, job: Job, num_prompt: int) -> tuple[jax.Array, jax.Array, RowRules]:
+    def _read(self, job: Job, num_prompt: int, prefill: jax.stages.Compiled) -> ReadPrompt:
+        """The job's prompt: the last one that was read, if it is the same, as it is for several answers to one."""
+        last = self._last_prompt
+        if last is None or (last.model, last.prompt) != (job.model, job.prompt):
+            tokens, starts, number = self._prompt(job, num_prompt)
+            logits, cache = prefill(self._base, self._adapter, tokens, starts, number)
+            length = self._put(np.array([num_prompt], np.int32))
+            last = self._last_prompt = ReadPrompt(job.model, job.prompt, logits, cache, length, starts)
+        return last
+
+    def _begin(self, job: Job, read: ReadPrompt, begin: jax.stages.Compiled) -> tuple[RowStates, Written]:
+        rule = jax.device_put(rule_of(job, self.models.index(job.model)), self._by_row)
+        row, told = begin(read.logits, read.length, read.starts, rule)
+        return row._replace(cache=read.cache), told
+
+    def _prompt(self, job: Job, num_prompt: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Tokens [1, P], where they start, and the number of the adapter."""
         tokens = np.zeros((1, num_prompt), np.int32)
         start = num_prompt - len(job.prompt)
         tokens[0, start:] = job.prompt
-        rule = rule_of(job, self.models.index(job.model))
-        return jax.device_put((tokens, np.array([start], np.int32), rule), self._by_row)
+        number = self.models.index(job.model)
+        return jax.device_put((tokens, np.array([start], np.int32), np.array([number], np.int32)), self._by_row)
 
     def _score(self, job: Job, program: jax.stages.Compiled) -> None:
         """Delivers the probabilities of the prompt's own tokens."""

@@ -1,4 +1,4 @@
-"""The compiled programs of a server: prefill, advance, insert and reshape, in a bounded number of shapes.
+"""The compiled programs of a server: prefill, begin, advance, insert and reshape, in a bounded number of shapes.
 
 A batch has a shape, (rows, slots). It grows and shrinks in few sizes, so few programs exist: with at most 32 rows and
 2048 slots these are
@@ -8,8 +8,8 @@ A batch has a shape, (rows, slots). It grows and shrinks in few sizes, so few pr
 
 each of them only when it is first needed.
 
-`insert` puts a prefilled row into a batch, and `reshape` copies rows to a batch of another shape; they contain no
-model, so they are small. `score` gives the probabilities of a prompt's own tokens.
+`begin` samples the first token, `insert` puts a prefilled row into a batch, and `reshape` copies rows to a batch of
+another shape; they contain no model, so they are small. `score` gives the probabilities of a prompt's own tokens.
 
 All are compiled ahead of time in a thread of their own: while one is compiled, rows that do not need it continue, and
 another shape is an error, never a hidden compilation.
@@ -91,25 +91,48 @@ class ServingPrograms:
         self._num_adapters = num_adapters
         self._rows, self._everywhere = batch_sharding(mesh), replicated(mesh)
         traced = self._traced_prefill(SHORTEST_PROMPT)
-        self._row, told = traced.out_info  # the shapes of one prefilled row
+        logits, cache = traced.out_info
+        self._logits = jax.ShapeDtypeStruct(logits.shape, logits.dtype, sharding=self._rows)
+        row, told = jax.eval_shape(begin_rows, logits, cache, *self._ends(), rule_of(None))
+        self._row: RowStates = row  # the shapes of one prefilled row
         self._num_top = told.top_tokens_BNK.shape[-1]
         self._shapes: dict[BatchShape, RowStates] = {}
         self._start("prefill", SHORTEST_PROMPT, build=lambda: traced.lower().compile())
+        self.begin()
 
     def prefill(self, num_prompt: int) -> Future[jax.stages.Compiled]:
-        """(base, adapter, tokens [1, P], starts [1], rule) -> a row of P + 1 slots, and its first token."""
+        """(base, adapter, tokens [1, P], starts [1], number of the adapter [1]) -> logits [1, V], and a cache of P + 1
+        slots."""
         return self._start("prefill", num_prompt, build=lambda: self._traced_prefill(num_prompt).lower().compile())
 
     def _traced_prefill(self, num_prompt: int) -> jax.stages.Traced:
         def read(
-            base: Tree, adapter: Tree, tokens: jax.Array, starts: jax.Array, rule: RowRules
-        ) -> tuple[RowStates, Written]:
-            own, _ = chosen_by(rule.adapters_B, adapter, self._num_adapters)
-            logits, cache = self._decoder.prefill(base, own, tokens, starts, num_prompt + 1)
-            return begin_rows(logits, cache, num_prompt, starts, rule)
+            base: Tree, adapter: Tree, tokens: jax.Array, starts: jax.Array, number: jax.Array
+        ) -> tuple[jax.Array, Arrays]:
+            own, _ = chosen_by(number, adapter, self._num_adapters)
+            return self._decoder.prefill(base, own, tokens, starts, num_prompt + 1)
 
-        inputs = jax.device_put((np.zeros((1, num_prompt), np.int32), np.zeros(1, np.int32), rule_of(None)), self._rows)
-        return jax.jit(read, out_shardings=self._rows).trace(self._base, self._adapter, *inputs)
+        numbers = (np.zeros((1, num_prompt), np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32))
+        jitted = jax.jit(read, out_shardings=self._rows)
+        return jitted.trace(self._base, self._adapter, *jax.device_put(numbers, self._rows))
+
+    def begin(self) -> Future[jax.stages.Compiled]:
+        """(logits [1, V], length of the prompt [1], starts [1], rule) -> a row without its cache, and its first token.
+        Several answers to one prompt begin with the same logits and cache."""
+
+        def first(logits: jax.Array, length: jax.Array, starts: jax.Array, rule: RowRules) -> tuple[RowStates, Written]:
+            return begin_rows(logits, [], length, starts, rule)
+
+        def build() -> jax.stages.Compiled:
+            inputs = jax.device_put((*self._ends(), rule_of(None)), self._rows)
+            return jax.jit(first, out_shardings=self._rows).lower(self._logits, *inputs).compile()
+
+        return self._start("begin", (), build=build)
+
+    @staticmethod
+    def _ends() -> tuple[np.ndarray, np.ndarray]:
+        """Where a prompt ends and starts, for its shapes."""
+        return np.zeros(1, np.int32), np.zeros(1, np.int32)
 
     def advance(self, shape: BatchShape) -> Future[jax.stages.Compiled]:
         """(base, adapter, rows, active [B], number of tokens) -> rows, what was written. `rows` is used up."""

@@ -124,7 +124,8 @@ def test_sampling_repeats_for_a_seed_with_any_others_in_the_batch() -> None:
 
 
 def test_answers_to_one_prompt_share_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy or sampled, each is what it is alone. Another prompt or another model is read for itself."""
+    """Greedy or sampled, each is what it is alone, also if they are more than rows. Another prompt or another model is
+    read for itself, and nothing stays in memory."""
     generator, _ = tiny_generator("exaone4")
     prompt, other = random_prompts((17, 11))
     read: list[tuple[str, int]] = []
@@ -146,6 +147,8 @@ def test_answers_to_one_prompt_share_one_prefill(monkeypatch: pytest.MonkeyPatch
         started = [start(engine, p, 12, model=model) for p, model in ((other, "adapter"), (other, "base"))]
         assert finished(started[0])[0] != finished(started[1])[0]
         assert sorted(read[1:]) == [("adapter", 11), ("base", 11)]
+        while any(lane._last_prompt is not None for lane in engine._lanes):
+            time.sleep(0.001)
     alone = [
         np.concatenate(list(generator.write([prompt], max_tokens=12, sampling=rule, numbers=[i])), axis=1)[
             0, :12

@@ -142,6 +142,10 @@ class Engine:
         advanced = [lane for lane in busy if self._guarded(lane, lane.advance)]
         for lane in busy:
             self._guarded(lane, partial(lane.collect, all_calls=lane not in advanced))
+        with self._changed:
+            waiting = tuple(self._waiting)
+        for lane in self._lanes:
+            lane.keep_prompt(waiting)
         has_changed = has_joined or bool(advanced) or self._occupied() != before
         self._num_handled = None if has_changed else num_events  # what is left waits for a program
         if self._deadline is not None and self._num_handled is not None:

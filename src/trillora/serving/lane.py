@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -85,6 +85,9 @@ class ReadPrompt:
     cache: Arrays
     length: jax.Array  # with its padding
     starts: jax.Array
+
+    def is_of(self, job: Job) -> bool:
+        return (self.model, self.prompt) == (job.model, job.prompt)
 
 
 class Lane:
@@ -220,10 +223,14 @@ class Lane:
         if not self._unread and not self.running:
             self.reset()
 
+    def keep_prompt(self, waiting: Iterable[Job]) -> None:
+        """Frees the memory of the last prompt, unless one of these jobs begins with it."""
+        if self._last_prompt is not None and not any(map(self._last_prompt.is_of, waiting)):
+            self._last_prompt = None
+
     def reset(self) -> None:
         """Forgets all rows."""
         self.shape, self._rows, self._places, self._num_spare, self.is_broken = None, None, [], 0, False
-        self._last_prompt = None
         self._unread.clear()
 
     def _deliver(self, running: Running, told: Written, place: int) -> None:
@@ -293,7 +300,7 @@ class Lane:
     def _read(self, job: Job, num_prompt: int, prefill: jax.stages.Compiled) -> ReadPrompt:
         """The job's prompt: the last one that was read, if it is the same, as it is for several answers to one."""
         last = self._last_prompt
-        if last is None or (last.model, last.prompt) != (job.model, job.prompt):
+        if last is None or not last.is_of(job):
             tokens, starts, number = self._prompt(job, num_prompt)
             logits, cache = prefill(self._base, self._adapter, tokens, starts, number)
             length = self._put(np.array([num_prompt], np.int32))

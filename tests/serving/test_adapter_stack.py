@@ -14,16 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_run
 from dose import slow_case
+from running_server import write_adapter
 from tiny_generators import random_prompts, tiny_generator
 
 from trillora.engine.sampling import Sampling
+from trillora.events import Note
 from trillora.generation.generator import Generator
+from trillora.model import lora
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
-from trillora.model.lora import chosen_layers, linear_layers
+from trillora.model.lora import RowsMixed, chosen_layers, linear_layers
 from trillora.model.lora_spec import LoraSpec, TrainedTokens
+from trillora.model.trace import ChosenAdapters
 from trillora.serving.adapter_stack import (
     LARGEST,
     ReadAdapter,
@@ -37,6 +42,7 @@ from trillora.serving.engine import Engine
 from trillora.serving.job import AnswerPiece, Job
 from trillora.serving.lane import BatchSizes, Lane
 from trillora.serving.programs import Compiler, ServingPrograms
+from trillora.serving.served import Service, open_service
 
 LONGEST = 96
 LOGITS = 1e-5  # relative to the largest logit: float32 sums in another order
@@ -262,3 +268,68 @@ def test_64_adapters_have_the_programs_of_one() -> None:
         tree = {n: jnp.asarray(a) for n, a in read[max(i - 1, 0)].matrices.items()}
         alone = Generator(own, generator.base, tree, generator.prompts, generator.mesh)
         assert found[i] == alone.continue_tokens([prompt], max_tokens=6, adapted=i > 0)[0][0], i
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stack")
+    model = tiny_run.write_model(folder / "model")
+    write_adapter(model, folder / "one", seed=1)
+    write_adapter(model, folder / "two", seed=2, rank=2, use_rslora=True, target_modules=["o_proj", "down_proj"])
+    write_adapter(model, folder / "dora", seed=3, use_dora=True)
+    return folder
+
+
+def answers_of(service: Service, names: Sequence[str], prompt: list[int]) -> list[list[int]]:
+    """Of all these models at once."""
+    started = [start(service.engine, name, prompt, 12) for name in names]
+    return [tokens_of(one) for one in started]
+
+
+@pytest.mark.parametrize("can_share", [True, False])
+def test_what_cannot_share_a_batch_takes_turns_and_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, can_share: bool
+) -> None:
+    """An adapter of PEFT's that is DoRA; and all of them, if the model mixes the rows of a batch."""
+    names, notes = ("one", "two", "dora"), list[str]()
+
+    def mixed(*args: object) -> jax.Array:
+        raise RowsMixed("The rows are mixed.")
+
+    if not can_share:
+        monkeypatch.setattr(lora, "own_ranks", mixed)
+    service = open_service(
+        str(folder / "model"),
+        adapters=[str(folder / name) for name in names],
+        num_rows=4,
+        max_length=64,
+        fewest_slots=64,
+        listener=lambda event: notes.append(event.text) if isinstance(event, Note) else None,
+    )
+    try:
+        lanes = [lane.models for lane in service.engine._lanes]
+        assert lanes == ([("model", "one", "two"), ("dora",)] if can_share else [(name,) for name in ("model", *names)])
+        said = [note for note in notes if "takes turns" in note]
+        assert [note.partition(" ")[0] for note in said] == [name for (name, *_) in lanes[1:]]
+        assert "it is DoRA" in said[-1]
+        prompt = random_prompts([9])[0]
+        found = dict(zip(("model", *names), answers_of(service, ("model", *names), prompt), strict=True))
+    finally:
+        service.engine.close()
+        for served in service.models.values():
+            served.prompts.close()
+    for name in names:
+        generator = Generator.open(str(folder / "model"), adapter=folder / name)
+        for model, adapted in ((name, True), ("model", False)):
+            generator.prompts.stops = ()
+            assert found[model] == generator.continue_tokens([prompt], max_tokens=12, adapted=adapted)[0][0], model
+    assert len({*map(tuple, found.values())}) == 4
+
+
+def test_an_input_without_an_item_per_row_is_refused() -> None:
+    low, numbers = jnp.ones((6, 4)), jnp.asarray([0, 1, 1])
+    with pytest.raises(RowsMixed, match="3 sequences"):
+        lora.own_ranks(low, ChosenAdapters(numbers, 2))
+    expected = [[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert lora.own_ranks(low[:3], ChosenAdapters(numbers, 2)).tolist() == expected
+    assert lora.own_ranks(low[:3, None], ChosenAdapters(numbers, 2))[:, 0].tolist() == expected

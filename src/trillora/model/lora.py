@@ -44,6 +44,10 @@ from trillora.model.remat import SMALL, name_of_output
 from trillora.model.trace import AdaptedInput, ChosenAdapters, Trace, current
 
 
+class RowsMixed(TrilloraError):
+    """A layer's input does not say which sequence it is of."""
+
+
 class _LinearOutput:
     """A mixin for linear layers: names the output for remat policies, and adds the adapter if there is one.
 
@@ -178,10 +182,10 @@ def own_ranks(low: jax.Array, chosen: ChosenAdapters) -> jax.Array:
     """What A gives [B, …, A·R], with zeros in the ranks of the adapters that are not the sequence's own."""
     num_rows, num_ranks = len(chosen.adapters_B), low.shape[-1]
     if low.shape[0] != num_rows:
-        raise TrilloraError(
+        raise RowsMixed(
             f"A linear layer of this model gets an input of shape {low.shape[:-1]} for {num_rows} sequences, so they "
             "cannot use different adapters.",
-            do="serve the adapters one by one",
+            do="use one adapter at a time",
         )
     owner_R = jnp.arange(num_ranks) // (num_ranks // chosen.num_adapters)
     is_own_BR = owner_R == chosen.adapters_B[:, None]

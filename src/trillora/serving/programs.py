@@ -40,6 +40,7 @@ SHORTEST_PROMPT = 64  # slots
 SCORED_AT_ONCE = 32  # tokens whose logits are in memory; divides all lengths of prompts
 FEWEST_SLOTS = 256
 TOKENS_PER_CALL = 16  # at most, before the host reads them
+PROBE_ROWS = 11  # no model has 11 heads, streams or experts: an input of this size has one item per row
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Compiler:
 
 class ServingPrograms:
     """The programs for one model and all adapters of the same shapes: each is one, or several side by side
-    (`adapter_stack`), of which every row uses its own."""
+    (`adapter_stack`), of which every row uses its own. `RowsMixed` is raised if the model cannot do that."""
 
     def __init__(
         self, decoder: Decoder, base: Tree, adapter: Tree, mesh: Mesh, compiler: Compiler, num_adapters: int = 1
@@ -97,6 +98,8 @@ class ServingPrograms:
         self._row: RowStates = row  # the shapes of one prefilled row
         self._num_top = told.top_tokens_BNK.shape[-1]
         self._shapes: dict[BatchShape, RowStates] = {}
+        if num_adapters > 1:
+            self._traced_advance(BatchShape(PROBE_ROWS, SHORTEST_PROMPT + 1))
         self._start("prefill", SHORTEST_PROMPT, build=lambda: traced.lower().compile())
         self.begin()
 
@@ -136,7 +139,9 @@ class ServingPrograms:
 
     def advance(self, shape: BatchShape) -> Future[jax.stages.Compiled]:
         """(base, adapter, rows, active [B], number of tokens) -> rows, what was written. `rows` is used up."""
+        return self._start("advance", shape, build=lambda: self._traced_advance(shape).lower().compile())
 
+    def _traced_advance(self, shape: BatchShape) -> jax.stages.Traced:
         def write(
             base: Tree, adapter: Tree, rows: RowStates, active: jax.Array, num_steps: jax.Array
         ) -> tuple[RowStates, Written]:
@@ -149,13 +154,10 @@ class ServingPrograms:
 
             return advance(forward, rows, active, num_steps, TOKENS_PER_CALL, self._num_top)
 
-        def build() -> jax.stages.Compiled:
-            active = jax.ShapeDtypeStruct((shape.num_rows,), jnp.bool_, sharding=self._rows)
-            steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
-            jitted = jax.jit(write, donate_argnums=2, out_shardings=self._rows)
-            return jitted.lower(self._base, self._adapter, self.shapes(shape), active, steps).compile()
-
-        return self._start("advance", shape, build=build)
+        active = jax.ShapeDtypeStruct((shape.num_rows,), jnp.bool_, sharding=self._rows)
+        steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
+        jitted = jax.jit(write, donate_argnums=2, out_shardings=self._rows)
+        return jitted.trace(self._base, self._adapter, self.shapes(shape), active, steps)
 
     def insert(self, shape: BatchShape) -> Future[jax.stages.Compiled]:
         """(rows, one row, number) -> rows with this row in place of that number. `rows` is used up."""

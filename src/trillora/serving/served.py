@@ -34,7 +34,7 @@ from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
 from trillora.model.loading.source import base_name
-from trillora.model.lora import chosen_layers
+from trillora.model.lora import RowsMixed, chosen_layers
 from trillora.recipe.load import load_model_section
 from trillora.recipe.schema import Quantize
 from trillora.runs.adapter import adapter_of, template_of
@@ -201,6 +201,7 @@ def _batches(
     """One batch for the base and all adapters that can share it, and one for each of the others."""
     model, mesh = generator.model, generator.mesh
     shared, alone = split_by_kind(_read(generator, folders), model)
+    batches: list[AdapterBatch] = []
     known: list[tuple[CausalLM, ServingPrograms]] = []
 
     def programs_of(own: CausalLM, adapter: Tree, num_adapters: int = 1) -> ServingPrograms:
@@ -209,13 +210,16 @@ def _batches(
     if shared:
         own = model.with_lora(covering(shared))
         names, stack = (base, *(adapter.name for adapter in shared)), place_stack(shared, own, mesh)
-        batches = [AdapterBatch(names, stack, programs_of(own, stack, len(names)))]
-    else:
+        try:
+            batches.append(AdapterBatch(names, stack, programs_of(own, stack, len(names))))
+        except RowsMixed:
+            alone = [*((adapter, "this model mixes the rows of a batch") for adapter in shared), *alone]
+    if not batches:
         known.append((model, programs_of(model, generator.adapter)))
         unchanged = generator.neutral_adapter if folders else generator.adapter
-        batches = [AdapterBatch((base,), unchanged, known[0][1])]
+        batches.append(AdapterBatch((base,), unchanged, known[0][1]))
     for adapter, reason in alone:
-        listener(Note(f"{adapter.name} has a batch of its own, which takes turns with the other: {reason}"))
+        listener(Note(f"{adapter.name} takes turns with the other models, in a batch of its own: {reason}"))
         where, spec = str(adapter.folder), adapter.spec
         alike = next((k for k in known if replace(k[0].lora, dropout=0.0) == replace(spec, dropout=0.0)), None)
         if alike is None:

@@ -140,7 +140,8 @@ def test_answers_to_one_prompt_share_one_prefill(monkeypatch: pytest.MonkeyPatch
     with running_engine(generator) as engine:
         engine._budget *= 2  # rows of both lanes at the same time
         pieces: list[queue.SimpleQueue[AnswerPiece]] = [queue.SimpleQueue() for _ in rules]
-        jobs = [Job("adapter", (*prompt,), 12, pieces[i].put, rule, number=i) for i, rule in enumerate(rules)]
+        shared = tuple(prompt)
+        jobs = [Job("adapter", shared, 12, pieces[i].put, rule, number=i) for i, rule in enumerate(rules)]
         engine.submit(jobs)
         found = [finished((job, own))[0] for job, own in zip(jobs, pieces, strict=True)]
         assert read == [("adapter", 17)]

@@ -14,16 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_models
 import tiny_run
 from dose import slow_case
+from jax.sharding import Mesh
 from running_server import write_adapter
-from tiny_generators import random_prompts, tiny_generator
+from tiny_generators import NUM_LAYERS, random_prompts, tiny_generator
 
+from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.sampling import Sampling
 from trillora.events import Note
 from trillora.generation.generator import Generator
 from trillora.model import lora
-from trillora.model.bridge import CausalLM
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
 from trillora.model.lora import RowsMixed, chosen_layers, linear_layers
@@ -43,6 +46,7 @@ from trillora.serving.job import AnswerPiece, Job
 from trillora.serving.lane import BatchSizes, Lane
 from trillora.serving.programs import Compiler, ServingPrograms
 from trillora.serving.served import Service, open_service
+from trillora.step.shardings import weight_shardings
 
 LONGEST = 96
 LOGITS = 1e-5  # relative to the largest logit: float32 sums in another order
@@ -121,6 +125,30 @@ def test_logits_of_mixed_rows_equal_each_adapter_alone(name: str) -> None:
             assert np.abs(logits - reference).max() < LOGITS * np.abs(reference).max()
     different = [np.abs(found[i][2] - found[j][2]).max() for i in range(4) for j in range(i)]
     assert min(different) > 100 * LOGITS * np.abs(found[0][2]).max()
+
+
+def test_mixed_rows_on_a_mesh_equal_one_device() -> None:
+    """Weights are split over two devices, and each row still uses its own adapter."""
+    generator, _ = tiny_generator("llama")
+    read = [adapter for adapter, _, _ in adapters_of("llama")]
+    prompts, numbers = jnp.asarray(random_prompts([9] * 5), jnp.int32), jnp.asarray([3, 0, 1, 2, 1], jnp.int32)
+
+    def logits(mesh: Mesh) -> np.ndarray:
+        options = ModelOptions(scan=False, remat="none", mesh=mesh)
+        model = CausalLM(tiny_models.configuration("llama", NUM_LAYERS), options, lora=covering(read))
+        base, stack = jax.device_put(generator.base, weight_shardings(model, mesh)), place_stack(read, model, mesh)
+
+        def mixed(base: Tree, stack: Tree) -> jax.Array:
+            decoder, starts = Decoder(model), jnp.zeros(5, jnp.int32)
+            own, _ = chosen_by(jnp.ones(1, jnp.int32), stack, 4)
+            _, cache = decoder.prefill(base, own, prompts, starts, 16)
+            own, chosen = chosen_by(numbers, stack, 4)
+            return decoder.decode(base, own, cache, prompts[:, 0], starts + 9, starts, 16, chosen)[0]
+
+        return np.asarray(jax.jit(mixed)(base, stack))
+
+    one, two = (logits(make_mesh(jax.devices()[:n], MeshShape(tensor=n))) for n in (1, 2))
+    assert np.abs(one - two).max() < LOGITS * np.abs(one).max()
 
 
 @functools.cache

@@ -43,7 +43,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class ChosenAdapters:
-    """Adapters side by side, as one of rank A·R: ranks 0 to R - 1 are those of adapter 0, and so on."""
+    """Adapters side by side, as one of rank A·R: adapter 0 has the ranks 0 to R - 1, adapter 1 the next R."""
 
     adapters_B: jax.Array  # the number of each sequence's adapter
     num_adapters: int

@@ -40,7 +40,7 @@ SHORTEST_PROMPT = 64  # slots
 SCORED_AT_ONCE = 32  # tokens whose logits are in memory; divides all lengths of prompts
 FEWEST_SLOTS = 256
 TOKENS_PER_CALL = 16  # at most, before the host reads them
-PROBE_ROWS = 11  # unlike the other sizes of a model: a layer's input with so many items has one per row
+PROBE_ROWS = 11  # unlike the other sizes of a model: a layer's input with 11 items has one per row
 
 
 @dataclass(frozen=True)

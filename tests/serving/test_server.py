@@ -39,7 +39,7 @@ from trillora.serving import served
 from trillora.serving.http import server
 from trillora.serving.http.server import read_key
 from trillora.serving.lane import Lane
-from trillora.serving.programs import BatchShape, Compiler
+from trillora.serving.programs import BatchShape
 from trillora.serving.served import open_service
 
 Reference = Callable[[list[int]], torch.Tensor]
@@ -88,7 +88,7 @@ def test_a_base_has_its_own_chat_template_here_and_in_a_chat(folder: Path, tmp_p
     own = (folder / "model" / "chat_template.jinja").read_text()
     for model, expected in ((folder / "model", own), (bare, trained)):
         generator = Generator.open(str(model), adapter=adapter)
-        models = served._models(generator, "base", {"adapter": adapter}, Compiler())
+        models = served._models(generator, "base", {"adapter": adapter})
         assert {name: one.prompts.template for name, one in models.items()} == {"base": expected, "adapter": trained}
         for name, one in models.items():
             assert generator.encode(QUESTION, adapted=name == "adapter") == one.prompts.encode(QUESTION)
@@ -409,7 +409,7 @@ def test_memory_stays_flat_over_many_requests(running: Running) -> None:
         """After this many requests: bytes of the process, number of Python's objects, bytes of arrays."""
         with concurrent.futures.ThreadPoolExecutor(8) as threads:
             list(threads.map(ask, range(num)))
-        wait_until(lambda: all(lane.is_empty for lane in running.service.engine._lanes.values()))
+        wait_until(lambda: all(lane.is_empty for lane in running.service.engine._lanes))
         gc.collect()
         return process.memory_info().rss, len(gc.get_objects()), sum(array.nbytes for array in jax.live_arrays())
 

@@ -50,10 +50,10 @@ def running_engine(
     programs, compiler = programs_of(generator)
     sizes = BatchSizes(rows, slots)
     trees = {"adapter": generator.adapter, "base": generator.neutral_adapter}
-    lanes = {
-        name: Lane(programs, generator.base, tree, generator.prompts.decode, sizes, generator.mesh)
+    lanes = [
+        Lane([name], programs, generator.base, tree, generator.prompts.decode, sizes, generator.mesh)
         for name, tree in trees.items()
-    }
+    ]
     engine = Engine(lanes, compiler, num_rows=rows[-1], max_length=LONGEST, max_waiting=max_waiting)
     engine.start()
     try:
@@ -121,6 +121,42 @@ def test_sampling_repeats_for_a_seed_with_any_others_in_the_batch() -> None:
     for prompt, rule, tokens in zip(prompts, rules, found, strict=True):
         assert [tokens] == [t for t, _ in generator.continue_tokens([prompt], max_tokens=12, sampling=rule)]
     assert other != found[0]
+
+
+def test_answers_to_one_prompt_share_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy or sampled, each is what it is alone, also if they are more than rows. Another prompt or another model is
+    read for itself, and nothing stays in memory."""
+    generator, _ = tiny_generator("exaone4")
+    prompt, other = random_prompts((17, 11))
+    read: list[tuple[str, int]] = []
+    prompt_of = Lane._prompt
+
+    def counted(lane: Lane, job: Job, num_prompt: int) -> Any:
+        read.append((job.model, len(job.prompt)))
+        return prompt_of(lane, job, num_prompt)
+
+    monkeypatch.setattr(Lane, "_prompt", counted)
+    rules = [Sampling(0.9, seed=3)] * 5 + [Sampling()]
+    with running_engine(generator) as engine:
+        engine._budget *= 2  # rows of both lanes at the same time
+        pieces: list[queue.SimpleQueue[AnswerPiece]] = [queue.SimpleQueue() for _ in rules]
+        shared = tuple(prompt)
+        jobs = [Job("adapter", shared, 12, pieces[i].put, rule, number=i) for i, rule in enumerate(rules)]
+        engine.submit(jobs)
+        found = [finished((job, own))[0] for job, own in zip(jobs, pieces, strict=True)]
+        assert read == [("adapter", 17)]
+        started = [start(engine, p, 12, model=model) for p, model in ((other, "adapter"), (other, "base"))]
+        assert finished(started[0])[0] != finished(started[1])[0]
+        assert sorted(read[1:]) == [("adapter", 11), ("base", 11)]
+        while any(lane._last_prompt is not None for lane in engine._lanes):
+            time.sleep(0.001)
+    alone = [
+        np.concatenate(list(generator.write([prompt], max_tokens=12, sampling=rule, numbers=[i])), axis=1)[
+            0, :12
+        ].tolist()
+        for i, rule in enumerate(rules)
+    ]
+    assert found == alone and len({*map(tuple, found)}) == len(rules)
 
 
 def test_text_is_shown_in_whole_characters_and_never_a_part_of_a_stop_string() -> None:
@@ -201,7 +237,7 @@ def test_lanes_share_the_memory_of_the_rows() -> None:
     """Many jobs of two lanes: the caches never exceed the budget, and every job ends."""
     generator, _ = tiny_generator("exaone4")
     with running_engine(generator, rows=(1, 4), slots=(LONGEST,)) as engine:
-        lanes, largest = list(engine._lanes.values()), 0
+        lanes, largest = engine._lanes, 0
         started = [start(engine, [5 + i] * (3 + i), 40, model=("adapter", "base")[i % 2]) for i in range(10)]
         waiting = list(started)
         while waiting:

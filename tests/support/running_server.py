@@ -22,10 +22,11 @@ from trillora.serving.served import Service
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 
 
-def write_adapter(model: Path, folder: Path, seed: int, rank: int = 4) -> Path:
+def write_adapter(model: Path, folder: Path, seed: int, rank: int = 4, **options: Any) -> Path:
     """A random adapter, written by PEFT."""
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    given = {"lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"], **options}
+    config = LoraConfig(r=rank, task_type="CAUSAL_LM", **given)
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:

@@ -36,6 +36,7 @@ class RowRules(NamedTuple):
     limits_B: jax.Array  # tokens to generate
     stops_BS: jax.Array  # padded with NOTHING
     wants_top_B: jax.Array  # whether the most likely tokens are asked for
+    adapters_B: jax.Array  # the number of the adapter that computes the logits
 
 
 class RowStates(NamedTuple):
@@ -63,7 +64,7 @@ Forward = Callable[[Pytree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, P
 
 
 def begin_rows(
-    logits_BV: jax.Array, cache: Pytree, num_read: int, starts_B: jax.Array, rule: RowRules
+    logits_BV: jax.Array, cache: Pytree, num_read: jax.Array, starts_B: jax.Array, rule: RowRules
 ) -> tuple[RowStates, Written]:
     """Samples the first token after prompts that fill `num_read` slots."""
     zeros = jnp.zeros_like(starts_B)

@@ -27,7 +27,7 @@ from trillora.model.layout import Tree, unstack
 from trillora.model.limits import why_not_decode
 from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, environment
 from trillora.model.parts.whole_weights import with_whole_weights
-from trillora.model.trace import Replacement, Slots, Trace
+from trillora.model.trace import ChosenAdapters, Replacement, Slots, Trace
 
 OWN_ATTENTION = "{name} computes attention in its own code, which does not use our cache."
 
@@ -77,11 +77,12 @@ class Decoder:
         slot: jax.Array,
         starts_B: jax.Array,
         num_slots: int,
+        chosen: ChosenAdapters | None = None,
     ) -> tuple[jax.Array, Arrays]:
         """Logits [B, V] after one more token in each sequence, and the cache with this token in `slot`: a scalar, or
-        [B] with a slot for each sequence."""
+        [B] with a slot for each sequence. `chosen`: which of the adapters that `adapter` consists of each one uses."""
         trace = self._trace(base, adapter, (slot - starts_B)[:, None])
-        trace.slots = Slots(slot, starts_B, num_slots)
+        trace.slots, trace.chosen = Slots(slot, starts_B, num_slots), chosen
         logits, new = self._call(trace, tokens_B[:, None], StaticCache(self.config, num_slots, slot, cache), {})
         # A loop needs the same dtypes in every iteration, but a model may compute a state in a wider one.
         return logits, jax.tree.map(lambda array, old: array.astype(old.dtype), new, cache)

@@ -41,7 +41,11 @@ from trillora.model.overrides.torchax_fixes import TORCHAX_TENSORS, fused_input,
 from trillora.model.parts.expert_parameters import add_to_experts, expert_parameters, linear_routers
 from trillora.model.parts.token_rows import token_logits, weight_replaced
 from trillora.model.remat import SMALL, name_of_output
-from trillora.model.trace import AdaptedInput, Trace, current
+from trillora.model.trace import AdaptedInput, ChosenAdapters, Trace, current
+
+
+class RowsMixed(TrilloraError):
+    """A layer's input does not say which sequence it is of."""
 
 
 class _LinearOutput:
@@ -142,14 +146,16 @@ class _LinearOutput:
             kept = keep_mask(key, 1 - self.lora_dropout, x.shape)
             x = jnp.where(kept, x / (1 - self.lora_dropout), 0).astype(x.dtype)
         b_ER = (b_ER * self.lora_scale).astype(x.dtype)  # the scale is applied to B, not to wide outputs
-        if trace is not None and trace.attention == "splash":
-            # On a TPU, XLA would add the base's output to the second matmul, in passes of their own, and compute a
-            # gradient again for each matmul that uses it. With barriers the additions are a part of the base's
-            # matmuls.
-            return jax.lax.optimization_barrier(self._joined_low(x, trace) @ b_ER.T)
-        if trace is not None and trace.kernels == "fused":
-            return self._joined_low(x, trace) @ b_ER.T
-        return checkpoint_name(x @ a_RD.astype(x.dtype).T, SMALL) @ b_ER.T  # small, so remat policies save it
+        is_splash = trace is not None and trace.attention == "splash"
+        if trace is not None and (is_splash or trace.kernels == "fused"):
+            low = self._joined_low(x, trace)
+        else:
+            low = checkpoint_name(x @ a_RD.astype(x.dtype).T, SMALL)  # small, so remat policies save it
+        if trace is not None and trace.chosen is not None:
+            low = own_ranks(low, trace.chosen)
+        # On a TPU, XLA would add the base's output to the second matmul, in passes of their own, and compute a gradient
+        # again for each matmul that uses it. With barriers the additions are a part of the base's matmuls.
+        return jax.lax.optimization_barrier(low @ b_ER.T) if is_splash else low @ b_ER.T
 
     def _joined_low(self, x: jax.Array, trace: Trace) -> jax.Array:
         """What A gives, from one matmul for all layers that are called with the same input, such as q, k and v: the
@@ -170,6 +176,20 @@ class _LinearOutput:
             parts = jnp.split(checkpoint_name(low, SMALL), ends, axis=-1)
             call.low.update(zip(map(id, joined), parts, strict=True))
         return call
+
+
+def own_ranks(low: jax.Array, chosen: ChosenAdapters) -> jax.Array:
+    """What A gives [B, …, A·R], with zeros in the ranks of the adapters that are not the sequence's own."""
+    num_rows, num_ranks = len(chosen.adapters_B), low.shape[-1]
+    if low.shape[0] != num_rows:
+        raise RowsMixed(
+            f"A linear layer of this model gets an input of shape {low.shape[:-1]} for {num_rows} sequences, so they "
+            "cannot use different adapters.",
+            do="use one adapter at a time",
+        )
+    owner_R = jnp.arange(num_ranks) // (num_ranks // chosen.num_adapters)
+    is_own_BR = owner_R == chosen.adapters_B[:, None]
+    return jnp.where(is_own_BR.reshape(num_rows, *[1] * (low.ndim - 2), num_ranks), low, 0)
 
 
 @jax.custom_vjp

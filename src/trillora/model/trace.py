@@ -41,6 +41,14 @@ class Slots:
     num_slots: int
 
 
+@dataclass(frozen=True)
+class ChosenAdapters:
+    """Adapters side by side, as one of rank A·R: adapter 0 has the ranks 0 to R - 1, adapter 1 the next R."""
+
+    adapters_B: jax.Array  # the number of each sequence's adapter
+    num_adapters: int
+
+
 @dataclass
 class AdaptedInput:
     """An input of adapted linear layers: the layers that were called with it, and what their A matrices gave."""
@@ -82,6 +90,7 @@ class Trace:
     mesh: Mesh | None = None
     dropout_key: MaskKey | None = None  # None: no dropout. While a layer runs, the key of that layer
     slots: Slots | None = None  # set while decoding with a cache
+    chosen: ChosenAdapters | None = None  # set if each sequence uses one of several adapters
     # The rest is written during the trace, by `stack.LayerStack` and our functions.
     layer_calls: dict[int, Any] = field(default_factory=dict)  # the arguments transformers passed to each layer
     bodies: list[tuple[Any, Any]] = field(default_factory=list)  # (what equal layers have in common, their function)

@@ -3,7 +3,7 @@
 Each turn of the thread
 
 1. lets waiting jobs join, in order, while rows and memory last,
-2. enqueues the next call of every lane that has rows (one lane per adapter, and one for the base),
+2. enqueues the next call of every lane that has rows (one lane for the base and all adapters that can share a batch),
 3. reads the calls before, and delivers their text while the device computes.
 
 Memory is bounded: the caches of all lanes together are at most `num_rows` rows of `max_length` slots. A job joins only
@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from trillora.errors import TrilloraError, as_error
@@ -35,11 +35,11 @@ class Stopping(TrilloraError):
 
 
 class Engine:
-    """Runs the jobs of all lanes, by the name of the model."""
+    """Runs the jobs of all lanes. Every model is in one of them."""
 
     def __init__(
         self,
-        lanes: Mapping[str, Lane],
+        lanes: Sequence[Lane],
         compiler: Compiler,
         *,
         num_rows: int,
@@ -48,13 +48,14 @@ class Engine:
         report: Callable[[TrilloraError], None] = lambda error: None,
     ) -> None:
         self.num_rows, self.max_length, self.max_waiting = num_rows, max_length, max_waiting
-        self._lanes, self._compiler, self._report = dict(lanes), compiler, report
+        self._lanes, self._compiler, self._report = tuple(lanes), compiler, report
+        self._lane_of = {model: lane for lane in lanes for model in lane.models}
         self._waiting: collections.deque[Job] = collections.deque()
         self._changed = threading.Condition()
         self._deadline: float | None = None  # set when the engine stops
         self._num_events = 0  # new jobs, cancelled ones and compiled programs
         self._num_handled: int | None = None  # if set: nothing can be done before there are more events than this
-        self._budget = max(lane.num_bytes(BatchShape(num_rows, max_length)) for lane in lanes.values())
+        self._budget = max(lane.num_bytes(BatchShape(num_rows, max_length)) for lane in lanes)
         compiler.when_ready = self._wake
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -67,7 +68,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return sum(len(lane.running) for lane in self._lanes.values())
+        return sum(len(lane.running) for lane in self._lanes)
 
     @property
     def is_alive(self) -> bool:
@@ -132,22 +133,26 @@ class Engine:
         return not self._is_idle() and self._num_handled != self._num_events
 
     def _is_idle(self) -> bool:
-        return not self._waiting and all(lane.is_empty for lane in self._lanes.values())
+        return not self._waiting and all(lane.is_empty for lane in self._lanes)
 
     def _turn(self) -> None:
         num_events, before = self._num_events, self._occupied()
         has_joined = self._let_join()
-        busy = [lane for lane in self._lanes.values() if not lane.is_empty]
+        busy = [lane for lane in self._lanes if not lane.is_empty]
         advanced = [lane for lane in busy if self._guarded(lane, lane.advance)]
         for lane in busy:
             self._guarded(lane, partial(lane.collect, all_calls=lane not in advanced))
+        with self._changed:
+            waiting = tuple(self._waiting)
+        for lane in self._lanes:
+            lane.keep_prompt(waiting)
         has_changed = has_joined or bool(advanced) or self._occupied() != before
         self._num_handled = None if has_changed else num_events  # what is left waits for a program
         if self._deadline is not None and self._num_handled is not None:
             time.sleep(0.01)
 
     def _occupied(self) -> list[int | None]:
-        return [None if lane.is_empty else len(lane.running) for lane in self._lanes.values()]
+        return [None if lane.is_empty else len(lane.running) for lane in self._lanes]
 
     def _let_join(self) -> bool:
         """Starts waiting jobs in order. One whose program is being compiled lets others pass; one without a row or
@@ -155,16 +160,16 @@ class Engine:
         with self._changed:
             waiting = [job for job in self._waiting if not job.is_cancelled]
             self._waiting = collections.deque(waiting)
-        for lane in self._lanes.values():
+        for lane in self._lanes:
             lane.sweep()
         num_running = self.num_running
         most = self.num_rows if num_running == 0 else JOINS_PER_TURN
         num_joined = 0
         for i, job in enumerate(waiting):
-            lane, free = self._lanes[job.model], self.num_rows - num_running - num_joined
+            lane, free = self._lane_of[job.model], self.num_rows - num_running - num_joined
             if num_joined >= most or free < 1:
                 break
-            num_alike = sum(other.model == job.model for other in waiting[i : i + free])
+            num_alike = sum(self._lane_of[other.model] is lane for other in waiting[i : i + free])
             num_expected = self._num_that_fit(lane, job, num_alike)
             if num_expected == 0:
                 break
@@ -186,7 +191,7 @@ class Engine:
         as expected, or one, or none."""
         others = sum(
             other.num_bytes(other.largest([], other.shape.num_rows) if other.running else other.shape)
-            for other in self._lanes.values()
+            for other in self._lanes
             if other is not lane and other.shape is not None
         )
         present = lane.shape.num_rows if lane.shape is not None else 1
@@ -213,7 +218,7 @@ class Engine:
             _end_with(job, error)
 
     def _fail_everything(self, error: TrilloraError) -> None:
-        for lane in self._lanes.values():
+        for lane in self._lanes:
             self._fail(lane, error)
         with self._changed:
             waiting, self._waiting = list(self._waiting), collections.deque()

@@ -1,4 +1,4 @@
-"""The rows of one adapter: a batch that requests join and leave between calls.
+"""The rows of one or several adapters: a batch that requests join and leave between calls.
 
 The device is always one call ahead: `advance` only enqueues the next call, and `collect` reads the one before, so that
 text is made and sent while the device computes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -18,8 +18,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.mesh import batch_sharding, replicated
-from trillora.engine.rows import NOTHING, RowRules, RowStates, Written
+from trillora.engine.rows import NOTHING, RowStates, Written
 from trillora.errors import TrilloraError, as_error
+from trillora.model.kv_cache import Arrays
 from trillora.model.layout import Tree
 from trillora.serving.job import AnswerPiece, Finish, Job, NotFinite, SampledToken
 from trillora.serving.programs import (
@@ -74,11 +75,29 @@ class Running:
         return min(len(self.job.prompt) + self.num_ahead + TOKENS_PER_CALL, self.job.num_reserved)
 
 
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt that was read: several answers can follow it."""
+
+    model: str
+    prompt: tuple[int, ...]
+    logits: jax.Array
+    cache: Arrays
+    length: jax.Array  # with its padding
+    starts: jax.Array
+
+    def is_of(self, job: Job) -> bool:
+        """The jobs of one request have the same tuple. To compare tokens would take long in a long queue."""
+        return self.model == job.model and self.prompt is job.prompt
+
+
 class Lane:
-    """The batch of one adapter. All methods run in the engine's thread."""
+    """One batch. `models`: the names of the models that it answers for, in the order of their adapters in `adapter`.
+    All methods run in the engine's thread."""
 
     def __init__(
         self,
+        models: Sequence[str],
         programs: ServingPrograms,
         base: Tree,
         adapter: Tree,
@@ -86,12 +105,13 @@ class Lane:
         sizes: BatchSizes,
         mesh: Mesh,
     ) -> None:
-        self.programs, self.sizes = programs, sizes
+        self.models, self.programs, self.sizes = tuple(models), programs, sizes
         self._base, self._adapter, self._decode = base, adapter, decode
         self._by_row, self._everywhere = batch_sharding(mesh), replicated(mesh)
         self.shape: BatchShape | None = None
         self._rows: RowStates | None = None
         self._places: list[Running | None] = []
+        self._last_prompt: ReadPrompt | None = None
         self.is_broken = False  # during a call that uses up the arrays of the batch
         self._unread: collections.deque[tuple[Written, list[tuple[int, Running]], int]] = collections.deque()
         self._seconds_per_token, self._last_read, self._num_spare = 0.0, 0.0, 0
@@ -130,7 +150,7 @@ class Lane:
             if job.max_tokens == 0:
                 self._score(job, score.result())
                 return True
-        wanted = [programs.prefill(num_prompt), programs.advance(shape)]
+        wanted = [programs.prefill(num_prompt), programs.begin(), programs.advance(shape)]
         if self.shape is None:
             wanted += [programs.reshape(first, shape)]
         else:
@@ -141,8 +161,8 @@ class Lane:
             return False
         if job.scores_prompt:
             self._score(job, score.result())
-        prefill, _, fit, *rest = (future.result() for future in wanted)
-        row, told = prefill(self._base, self._adapter, *self._prompt(job, num_prompt))
+        prefill, begin, _, fit, *rest = (future.result() for future in wanted)
+        row, told = self._begin(job, self._read(job, num_prompt, prefill), begin)
         if self.shape is None:
             self._rows = fit(row, self._put(np.zeros(shape.num_rows, np.int32)))
             self.shape, self._places = shape, [None] * shape.num_rows
@@ -203,6 +223,11 @@ class Lane:
         self.sweep()
         if not self._unread and not self.running:
             self.reset()
+
+    def keep_prompt(self, waiting: Iterable[Job]) -> None:
+        """Frees the memory of the last prompt, unless one of these jobs begins with it."""
+        if self._last_prompt is not None and not any(map(self._last_prompt.is_of, waiting)):
+            self._last_prompt = None
 
     def reset(self) -> None:
         """Forgets all rows."""
@@ -273,19 +298,36 @@ class Lane:
             return 1
         return min(max(int(SECONDS_PER_CALL / self._seconds_per_token), 1), TOKENS_PER_CALL)
 
-    def _prompt(self, job: Job, num_prompt: int) -> tuple[jax.Array, jax.Array, RowRules]:
+    def _read(self, job: Job, num_prompt: int, prefill: jax.stages.Compiled) -> ReadPrompt:
+        """The job's prompt: the last one that was read, if it is the same, as it is for several answers to one."""
+        last = self._last_prompt
+        if last is None or not last.is_of(job):
+            tokens, starts, number = self._prompt(job, num_prompt)
+            logits, cache = prefill(self._base, self._adapter, tokens, starts, number)
+            length = self._put(np.array([num_prompt], np.int32))
+            last = self._last_prompt = ReadPrompt(job.model, job.prompt, logits, cache, length, starts)
+        return last
+
+    def _begin(self, job: Job, read: ReadPrompt, begin: jax.stages.Compiled) -> tuple[RowStates, Written]:
+        rule = jax.device_put(rule_of(job, self.models.index(job.model)), self._by_row)
+        row, told = begin(read.logits, read.length, read.starts, rule)
+        return row._replace(cache=read.cache), told
+
+    def _prompt(self, job: Job, num_prompt: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Tokens [1, P], where they start, and the number of the adapter."""
         tokens = np.zeros((1, num_prompt), np.int32)
         start = num_prompt - len(job.prompt)
         tokens[0, start:] = job.prompt
-        return jax.device_put((tokens, np.array([start], np.int32), rule_of(job)), self._by_row)
+        number = self.models.index(job.model)
+        return jax.device_put((tokens, np.array([start], np.int32), np.array([number], np.int32)), self._by_row)
 
     def _score(self, job: Job, program: jax.stages.Compiled) -> None:
         """Delivers the probabilities of the prompt's own tokens."""
         tokens = np.zeros((1, _prompt_slots(len(job.prompt))), np.int32)
         tokens[0, : len(job.prompt)] = job.prompt
-        told = Written(
-            *jax.device_get(tuple(program(self._base, self._adapter, jax.device_put(tokens, self._everywhere))))
-        )
+        number = np.array([self.models.index(job.model)], np.int32)
+        inputs = jax.device_put((tokens, number), self._everywhere)
+        told = Written(*jax.device_get(tuple(program(self._base, self._adapter, *inputs))))
         places = [divmod(i, SCORED_AT_ONCE) for i in range(len(job.prompt) - 1)]
         scored = (SampledToken(job.prompt[0], None, ()), *(_chosen(told, place, job.num_top) for place in places))
         job.receive(AnswerPiece(prompt=scored, finish="length" if job.max_tokens == 0 else None))

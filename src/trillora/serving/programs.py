@@ -1,4 +1,4 @@
-"""The compiled programs of a server: prefill, advance, insert and reshape, in a bounded number of shapes.
+"""The compiled programs of a server: prefill, begin, advance, insert and reshape, in a bounded number of shapes.
 
 A batch has a shape, (rows, slots). It grows and shrinks in few sizes, so few programs exist: with at most 32 rows and
 2048 slots these are
@@ -8,8 +8,8 @@ A batch has a shape, (rows, slots). It grows and shrinks in few sizes, so few pr
 
 each of them only when it is first needed.
 
-`insert` puts a prefilled row into a batch, and `reshape` copies rows to a batch of another shape; they contain no
-model, so they are small. `score` gives the probabilities of a prompt's own tokens.
+`begin` samples the first token, `insert` puts a prefilled row into a batch, and `reshape` copies rows to a batch of
+another shape; they contain no model, so they are small. `score` gives the probabilities of a prompt's own tokens.
 
 All are compiled ahead of time in a thread of their own: while one is compiled, rows that do not need it continue, and
 another shape is an error, never a hidden compilation.
@@ -33,12 +33,14 @@ from trillora.engine.sampling import Sampling
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import Arrays, resized
 from trillora.model.layout import Tree
+from trillora.serving.adapter_stack import chosen_by
 from trillora.serving.job import Job
 
 SHORTEST_PROMPT = 64  # slots
 SCORED_AT_ONCE = 32  # tokens whose logits are in memory; divides all lengths of prompts
 FEWEST_SLOTS = 256
 TOKENS_PER_CALL = 16  # at most, before the host reads them
+PROBE_ROWS = 11  # unlike the other sizes of a model: a layer's input with 11 items has one per row
 
 
 @dataclass(frozen=True)
@@ -79,52 +81,83 @@ class Compiler:
 
 
 class ServingPrograms:
-    """The programs for one model and all adapters of the same shapes."""
+    """The programs for one model and all adapters of the same shapes: each is one, or several side by side
+    (`adapter_stack`), of which every row uses its own. `RowsMixed` is raised if the model cannot do that."""
 
-    def __init__(self, decoder: Decoder, base: Tree, adapter: Tree, mesh: Mesh, compiler: Compiler) -> None:
+    def __init__(
+        self, decoder: Decoder, base: Tree, adapter: Tree, mesh: Mesh, compiler: Compiler, num_adapters: int = 1
+    ) -> None:
         self._decoder, self._base, self._mesh, self._compiler = decoder, base, mesh, compiler
         self._adapter = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), adapter)
+        self._num_adapters = num_adapters
         self._rows, self._everywhere = batch_sharding(mesh), replicated(mesh)
         traced = self._traced_prefill(SHORTEST_PROMPT)
-        self._row, told = traced.out_info  # the shapes of one prefilled row
+        logits, cache = traced.out_info
+        self._logits = jax.ShapeDtypeStruct(logits.shape, logits.dtype, sharding=self._rows)
+        row, told = jax.eval_shape(begin_rows, logits, cache, *self._ends(), rule_of(None))
+        self._row: RowStates = row  # the shapes of one prefilled row
         self._num_top = told.top_tokens_BNK.shape[-1]
         self._shapes: dict[BatchShape, RowStates] = {}
+        if num_adapters > 1:
+            self._traced_advance(BatchShape(PROBE_ROWS, SHORTEST_PROMPT + 1))
         self._start("prefill", SHORTEST_PROMPT, build=lambda: traced.lower().compile())
+        self.begin()
 
     def prefill(self, num_prompt: int) -> Future[jax.stages.Compiled]:
-        """(base, adapter, tokens [1, P], starts [1], rule) -> a row of P + 1 slots, and its first token."""
+        """(base, adapter, tokens [1, P], starts [1], number of the adapter [1]) -> logits [1, V], and a cache of P + 1
+        slots."""
         return self._start("prefill", num_prompt, build=lambda: self._traced_prefill(num_prompt).lower().compile())
 
     def _traced_prefill(self, num_prompt: int) -> jax.stages.Traced:
         def read(
-            base: Tree, adapter: Tree, tokens: jax.Array, starts: jax.Array, rule: RowRules
-        ) -> tuple[RowStates, Written]:
-            logits, cache = self._decoder.prefill(base, adapter, tokens, starts, num_prompt + 1)
-            return begin_rows(logits, cache, num_prompt, starts, rule)
+            base: Tree, adapter: Tree, tokens: jax.Array, starts: jax.Array, number: jax.Array
+        ) -> tuple[jax.Array, Arrays]:
+            own, _ = chosen_by(number, adapter, self._num_adapters)
+            return self._decoder.prefill(base, own, tokens, starts, num_prompt + 1)
 
-        inputs = jax.device_put((np.zeros((1, num_prompt), np.int32), np.zeros(1, np.int32), rule_of(None)), self._rows)
-        return jax.jit(read, out_shardings=self._rows).trace(self._base, self._adapter, *inputs)
+        numbers = (np.zeros((1, num_prompt), np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32))
+        jitted = jax.jit(read, out_shardings=self._rows)
+        return jitted.trace(self._base, self._adapter, *jax.device_put(numbers, self._rows))
+
+    def begin(self) -> Future[jax.stages.Compiled]:
+        """(logits [1, V], length of the prompt [1], starts [1], rule) -> a row without its cache, and its first token.
+        Several answers to one prompt begin with the same logits and cache."""
+
+        def first(logits: jax.Array, length: jax.Array, starts: jax.Array, rule: RowRules) -> tuple[RowStates, Written]:
+            return begin_rows(logits, [], length, starts, rule)
+
+        def build() -> jax.stages.Compiled:
+            inputs = jax.device_put((*self._ends(), rule_of(None)), self._rows)
+            return jax.jit(first, out_shardings=self._rows).lower(self._logits, *inputs).compile()
+
+        return self._start("begin", (), build=build)
+
+    @staticmethod
+    def _ends() -> tuple[np.ndarray, np.ndarray]:
+        """Where a prompt ends and starts, for its shapes."""
+        return np.zeros(1, np.int32), np.zeros(1, np.int32)
 
     def advance(self, shape: BatchShape) -> Future[jax.stages.Compiled]:
         """(base, adapter, rows, active [B], number of tokens) -> rows, what was written. `rows` is used up."""
+        return self._start("advance", shape, build=lambda: self._traced_advance(shape).lower().compile())
 
+    def _traced_advance(self, shape: BatchShape) -> jax.stages.Traced:
         def write(
             base: Tree, adapter: Tree, rows: RowStates, active: jax.Array, num_steps: jax.Array
         ) -> tuple[RowStates, Written]:
+            own, chosen = chosen_by(rows.rule.adapters_B, adapter, self._num_adapters)
+
             def forward(
                 cache: Arrays, tokens: jax.Array, slots: jax.Array, starts: jax.Array
             ) -> tuple[jax.Array, Arrays]:
-                return self._decoder.decode(base, adapter, cache, tokens, slots, starts, shape.num_slots)
+                return self._decoder.decode(base, own, cache, tokens, slots, starts, shape.num_slots, chosen)
 
             return advance(forward, rows, active, num_steps, TOKENS_PER_CALL, self._num_top)
 
-        def build() -> jax.stages.Compiled:
-            active = jax.ShapeDtypeStruct((shape.num_rows,), jnp.bool_, sharding=self._rows)
-            steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
-            jitted = jax.jit(write, donate_argnums=2, out_shardings=self._rows)
-            return jitted.lower(self._base, self._adapter, self.shapes(shape), active, steps).compile()
-
-        return self._start("advance", shape, build=build)
+        active = jax.ShapeDtypeStruct((shape.num_rows,), jnp.bool_, sharding=self._rows)
+        steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
+        jitted = jax.jit(write, donate_argnums=2, out_shardings=self._rows)
+        return jitted.trace(self._base, self._adapter, self.shapes(shape), active, steps)
 
     def insert(self, shape: BatchShape) -> Future[jax.stages.Compiled]:
         """(rows, one row, number) -> rows with this row in place of that number. `rows` is used up."""
@@ -151,10 +184,12 @@ class ServingPrograms:
         return self._start("reshape", (old, new), build=build)
 
     def score(self, num_prompt: int) -> Future[jax.stages.Compiled]:
-        """(base, adapter, tokens [1, P]) -> the probability of every next token. Padding is at the end."""
+        """(base, adapter, tokens [1, P], number of the adapter [1]) -> the probability of every next token. Padding is
+        at the end."""
         model = self._decoder.model
 
-        def score(base: Tree, adapter: Tree, tokens: jax.Array) -> Written:
+        def score(base: Tree, adapter: Tree, tokens: jax.Array, number: jax.Array) -> Written:
+            adapter, _ = chosen_by(number, adapter, self._num_adapters)
             next_tokens = jnp.roll(tokens[0], -1).reshape(-1, SCORED_AT_ONCE)
 
             def of_chunk(logits: jax.Array, chosen: jax.Array) -> Written:
@@ -169,7 +204,9 @@ class ServingPrograms:
 
         def build() -> jax.stages.Compiled:
             tokens = jax.ShapeDtypeStruct((1, num_prompt), jnp.int32, sharding=self._everywhere)
-            return jax.jit(score, out_shardings=self._everywhere).lower(self._base, self._adapter, tokens).compile()
+            number = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=self._everywhere)
+            jitted = jax.jit(score, out_shardings=self._everywhere)
+            return jitted.lower(self._base, self._adapter, tokens, number).compile()
 
         return self._start("score", num_prompt, build=build)
 
@@ -195,8 +232,8 @@ class ServingPrograms:
         return self._compiler.program((id(self), name, shape), build)
 
 
-def rule_of(job: Job | None) -> RowRules:
-    """The rule of one row, as arrays [1]."""
+def rule_of(job: Job | None, adapter: int = 0) -> RowRules:
+    """The rule of one row, as arrays [1]. `adapter`: the number of its adapter."""
     t, p, k, seed = job.sampling if job is not None else Sampling()
     stops = [*(job.stop_tokens if job is not None else ())][:MOST_STOPS]
     return RowRules(
@@ -210,4 +247,5 @@ def rule_of(job: Job | None) -> RowRules:
         np.array([job.max_tokens if job is not None else 1], np.int32),  # type: ignore[arg-type]
         np.array([[*stops, *[NOTHING] * (MOST_STOPS - len(stops))]], np.int32),  # type: ignore[arg-type]
         np.array([job is not None and job.num_top > 0]),  # type: ignore[arg-type]
+        np.array([adapter], np.int32),  # type: ignore[arg-type]
     )

@@ -4,8 +4,8 @@
     serve runs/skills (a run with phases)   -> base, and one model per phase
     serve MODEL --adapter A --adapter B     -> base, A, B
 
-The base's weights are loaded once. Adapters with the same options share the compiled programs, and the base is an
-adapter that changes nothing.
+The base's weights are loaded once. The base and all adapters that are plain LoRA share one batch and its programs
+(`adapter_stack`); the base is an adapter that changes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from jax.sharding import Mesh
 
 from trillora.devices.chips import GIB, Device
@@ -33,11 +34,13 @@ from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
 from trillora.model.loading.source import base_name
+from trillora.model.lora import RowsMixed, chosen_layers
 from trillora.recipe.load import load_model_section
 from trillora.recipe.schema import Quantize
 from trillora.runs.adapter import adapter_of, template_of
 from trillora.runs.files import REPORT_FILE, is_run
 from trillora.runs.saved import SavedAdapter, SavedRun, find_adapter
+from trillora.serving.adapter_stack import ReadAdapter, covering, place_stack, split_by_kind
 from trillora.serving.engine import Engine
 from trillora.serving.http.log import LOGGER
 from trillora.serving.job import AnswerPiece, Job, NotFinite
@@ -58,10 +61,17 @@ class Served:
 
     name: str
     prompts: Prompts
-    adapter: Tree
-    programs: ServingPrograms
     num_tokens: int  # of the vocabulary
     system: str = ""  # the system message that all rows of the training had
+
+
+@dataclass(frozen=True)
+class AdapterBatch:
+    """Models that answer in one batch, in the order of their adapters in `adapter`."""
+
+    models: tuple[str, ...]
+    adapter: Tree
+    programs: ServingPrograms
 
 
 @dataclass(frozen=True)
@@ -112,17 +122,19 @@ def open_service(
     compiler = Compiler()
     model = run.recipe.model if run is not None else load_model_section(name, overrides)
     base = _base_id(model.name)
-    models = _models(generator, base, folders, compiler)
+    models = _models(generator, base, folders)
     for name, adapter in found.items():
         if models[name].prompts.has_template:
             models[name] = replace(models[name], system=adapter.system)
+    batches = _batches(generator, base, folders, compiler, listener)
     length = _length(generator, max_length)
-    shape = _fitting_shape(generator.mesh, next(iter(models.values())).programs, num_rows, max_length, length)
+    shape = _fitting_shape(generator.mesh, batches[0].programs, num_rows, max_length, length)
     sizes = BatchSizes.up_to(shape.num_rows, shape.num_slots, fewest_slots)
-    lanes = {
-        n: Lane(m.programs, generator.base, m.adapter, m.prompts.decode, sizes, generator.mesh)
-        for n, m in models.items()
-    }
+    decode = generator.prompts.decode
+    lanes = [
+        Lane(batch.models, batch.programs, generator.base, batch.adapter, decode, sizes, generator.mesh)
+        for batch in batches
+    ]
     engine = Engine(
         lanes,
         compiler,
@@ -132,16 +144,16 @@ def open_service(
         report=lambda error: logging.getLogger(LOGGER).error("A request failed: %s", error.what),
     )
     engine.start()
-    _warm_up(engine, models, listener)
+    _warm_up(engine, batches, listener)
     return Service(models, base, engine, None if run is None else run.folder / REPORT_FILE)
 
 
-def _warm_up(engine: Engine, models: dict[str, Served], listener: Listener) -> None:
+def _warm_up(engine: Engine, batches: Sequence[AdapterBatch], listener: Listener) -> None:
     """Generates two tokens with each set of programs: they are compiled before the first request, and they work."""
     listener(Note("Compiling the first programs"))
-    each = {id(model.programs): model for model in models.values()}.values()
+    each = {id(batch.programs): batch for batch in batches}.values()
     pieces: queue.SimpleQueue[AnswerPiece] = queue.SimpleQueue()
-    jobs = [Job(model.name, (0,), 2, pieces.put) for model in each]
+    jobs = [Job(batch.models[0], (0,), 2, pieces.put) for batch in each]
     engine.submit(jobs)
     num_open = len(jobs)
     while num_open:
@@ -168,34 +180,69 @@ def _base_id(model: str) -> str:
     return Path(found).name if Path(found).is_dir() else found
 
 
-def _models(generator: Generator, base: str, folders: dict[str, Path], compiler: Compiler) -> dict[str, Served]:
-    model, mesh = generator.model, generator.mesh
-    programs = ServingPrograms(Decoder(model), generator.base, generator.adapter, mesh, compiler)
-    num_tokens = int(model.module.config.get_text_config().vocab_size)
-    unchanged = generator.neutral_adapter if folders else generator.adapter
-    models = {base: Served(base, generator.base_prompts, unchanged, programs, num_tokens)}
-    known: list[tuple[CausalLM, ServingPrograms]] = [(model, programs)]
+def _models(generator: Generator, base: str, folders: dict[str, Path]) -> dict[str, Served]:
+    """The base and the adapters, each with its chat template."""
+    num_tokens = int(generator.model.module.config.get_text_config().vocab_size)
+    models = {base: Served(base, generator.base_prompts, num_tokens)}
     for number, (name, folder) in enumerate(folders.items()):
         if name in models:
             raise _same_name(name, Path(base), folder)
-        if number == 0:
-            models[name] = Served(name, generator.prompts, generator.adapter, programs, num_tokens)
-            continue
-        spec, matrices = load_adapter(folder)
-        alike = next((k for k in known if replace(k[0].lora, dropout=0.0) == replace(spec, dropout=0.0)), None)
-        if alike is None:
-            with fitting(str(folder)):
-                own = model.with_lora(spec)
-            adapter = place_adapter(matrices, own, mesh, where=str(folder))
-            alike = (own, ServingPrograms(Decoder(own), generator.base, adapter, mesh, compiler))
-            known.append(alike)
         template = template_of(folder) or generator.base_prompts.template
-        adapter = place_adapter(matrices, alike[0], mesh, where=str(folder))
-        own_prompts = generator.prompts.with_template(template)
-        models[name] = Served(name, own_prompts, adapter, alike[1], num_tokens)
+        prompts = generator.prompts if number == 0 else generator.prompts.with_template(template)
+        models[name] = Served(name, prompts, num_tokens)
     for served in models.values():
         served.prompts.serve_strangers(PROMPTS_AT_ONCE)
     return models
+
+
+def _batches(
+    generator: Generator, base: str, folders: dict[str, Path], compiler: Compiler, listener: Listener
+) -> list[AdapterBatch]:
+    """One batch for the base and all adapters that can share it, and one for each of the others."""
+    model, mesh = generator.model, generator.mesh
+    shared, alone = split_by_kind(_read(generator, folders), model)
+    batches: list[AdapterBatch] = []
+    known: list[tuple[CausalLM, ServingPrograms]] = []
+
+    def programs_of(own: CausalLM, adapter: Tree, num_adapters: int = 1) -> ServingPrograms:
+        return ServingPrograms(Decoder(own), generator.base, adapter, mesh, compiler, num_adapters)
+
+    if shared:
+        own = model.with_lora(covering(shared))
+        names, stack = (base, *(adapter.name for adapter in shared)), place_stack(shared, own, mesh)
+        try:
+            batches.append(AdapterBatch(names, stack, programs_of(own, stack, len(names))))
+        except RowsMixed:
+            alone = [*((adapter, "this model mixes the rows of a batch") for adapter in shared), *alone]
+    if not batches:
+        known.append((model, programs_of(model, generator.adapter)))
+        unchanged = generator.neutral_adapter if folders else generator.adapter
+        batches.append(AdapterBatch((base,), unchanged, known[0][1]))
+    for adapter, reason in alone:
+        listener(Note(f"{adapter.name} takes turns with the other models, in a batch of its own: {reason}"))
+        where, spec = str(adapter.folder), adapter.spec
+        alike = next((k for k in known if replace(k[0].lora, dropout=0.0) == replace(spec, dropout=0.0)), None)
+        if alike is None:
+            with fitting(where):
+                own = model.with_lora(spec)
+            alike = (own, programs_of(own, place_adapter(adapter.matrices, own, mesh, where=where)))
+            known.append(alike)
+        placed = place_adapter(adapter.matrices, alike[0], mesh, where=where)
+        batches.append(AdapterBatch((adapter.name,), placed, alike[1]))
+    return batches
+
+
+def _read(generator: Generator, folders: dict[str, Path]) -> list[ReadAdapter]:
+    """The adapters. The generator has read the first one."""
+    read: list[ReadAdapter] = []
+    for name, folder in folders.items():
+        if not read:
+            spec, matrices = generator.model.lora, {key: np.asarray(a) for key, a in generator.adapter.items()}
+        else:
+            spec, matrices = load_adapter(folder)
+        with fitting(str(folder)):
+            read.append(ReadAdapter(name, folder, spec, matrices, chosen_layers(generator.model.module, spec)))
+    return read
 
 
 def _length(generator: Generator, wanted: int | None) -> int:

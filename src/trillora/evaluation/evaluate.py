@@ -192,7 +192,7 @@ def _open(
 ) -> tuple[OpenModel, list[_TestFile]]:
     """The model's tokenizer and configuration, and the rows of all files: they are read before any weight is."""
     recipes = [recipe_with_data(saved.saved_recipe, path, adapter, stage) for path in paths]
-    opened = saved.open_base()
+    opened = saved.open_base(adapter=adapter)
     files = []
     for path, label, recipe in zip(paths, _labels(paths), recipes, strict=True):
         questions = None

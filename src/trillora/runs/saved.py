@@ -25,6 +25,7 @@ from trillora.files.hub import HUB_ID_AT, download, list_files
 from trillora.files.storage import open_storage
 from trillora.files.user_path import user_path
 from trillora.model.loading.digest import weights_digest
+from trillora.model.loading.rope import rope_of
 from trillora.model.loading.source import PICKLE_SUFFIXES, OpenModel, weight_files
 from trillora.recipe.load import RunRecipe, load_run_recipe
 from trillora.recipe.schema import Recipe
@@ -170,14 +171,15 @@ class SavedRun:
             )
         return Checkpoints(open_storage(place or str(inside)))
 
-    def open_base(self, base: str | None = None) -> OpenModel:
-        """The base model, or the one that the user named, with the tokens that the recipe adds. It is downloaded if
-        needed."""
+    def open_base(self, base: str | None = None, *, adapter: Path | None = None) -> OpenModel:
+        """The base model, or the one that the user named, with the tokens that the recipe adds, and with the rotary
+        positions of the recipe or of a finished `adapter`. It is downloaded if needed."""
         model, tokens = self.recipe.model, self.recipe.tokens or ()
+        rope = rope_of(adapter, model.rope)
         if base is not None:
-            return OpenModel.open(base, revision=None, trust_remote_code=False, tokens=tokens)
+            return OpenModel.open(base, revision=None, trust_remote_code=False, tokens=tokens, rope=rope)
         return OpenModel.open(
-            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code, tokens=tokens
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code, tokens=tokens, rope=rope
         )
 
     def check_base(self, opened: OpenModel) -> None:

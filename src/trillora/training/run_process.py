@@ -97,6 +97,7 @@ class RunProcess:
             revision=named.revision,
             trust_remote_code=named.trust_remote_code,
             tokens=self._recipe.tokens or (),
+            rope=named.rope,
         )
         return devices, opened
 
@@ -150,12 +151,12 @@ class RunProcess:
         pool.shutdown(wait=False)
         stages = []
         for stage in stages_of(recipe):
-            check_rows(opened.config, stage.recipe.train.sequence_length)
+            check_rows(opened.config, stage.recipe.train.sequence_length, opened.rope)
             stages.append(read_stage(stage, opened.tokenizer, self._listener))
         others = {"tokenizer": tokenizer_digest(opened.tokenizer)}
         for data in stages:
             others |= data.identity()
-        self._start = open_start(self._recipe.lora, opened.base_name, self._listener)
+        self._start = open_start(self._recipe.lora, opened, self._listener)
         if self._start is not None:
             others["lora.from"] = self._start.digest
         return stages, lambda: {"model": weights.result(), **others}

@@ -78,6 +78,8 @@ def _check(source: ExportSource, config: PretrainedConfig) -> None:
         reason = f"it changes the experts' {experts[0]}"
     elif config.tie_word_embeddings and any(name.startswith("lm_head.") for name in source.matrices):
         reason = "it changes the head alone, which is the embedding too in this model"
+    elif source.base.rope is not None:
+        reason = f"it was trained with scaled rotary positions ({source.base.rope}), for which such a file has no place"
     if reason:
         raise TrilloraError(
             f"This adapter cannot be a LoRA file of llama.cpp: {reason}.",

@@ -120,7 +120,11 @@ def test_the_text_model_of_a_wrapper_is_scaled(tmp_path: Path) -> None:
         ("falcon", {"alibi": True}, "no rotary positions"),
         ("recurrent_gemma", {}, "no rotary positions"),
         ("gemma3_text", {}, "kinds of layers"),
-        ("llama", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}, "type linear already"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}},
+            "type linear already",
+        ),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}}, "type dynamic"),
         ("qwen2_5_vl_text", {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 3, 3]}}, "mrope_section"),
     ],

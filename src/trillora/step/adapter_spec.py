@@ -148,7 +148,7 @@ def open_start(lora: LoraSection, base: OpenModel, listener: Listener) -> Start 
     if (rope := rope_of(folder)) != base.rope:
         trained, now = (str(each or "not scaled") for each in (rope, base.rope))
         what = f"The adapter in lora.from was trained with other rotary positions ({trained}) than this run ({now})."
-        listener(Alarm(f"{what} It is trained on with those of this run."))
+        listener(Alarm(f"{what} This run uses its own."))
     digest = text_digest("".join(file_digest(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)))
     return Start(load_adapter(folder)[1], digest, str(folder))
 

@@ -6,8 +6,8 @@
                          "original_max_position_embeddings": 8192}, "max_position_embeddings": 32768}
 
 The configuration is changed before the model is built, so transformers' own code computes the frequencies. A merged
-model has the values in its config.json. PEFT's files have no place for them: `rope.json` lies next to the adapter, and
-everything that opens its base reads it.
+model has the values in its config.json. PEFT's files have no place for them: they are in `rope.json` next to the
+adapter, which everything that opens its base reads.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@ it is refused. The model was trained for 32 positions; its rows have up to 96.""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +136,9 @@ def test_llama_cpp_computes_what_the_card_describes(folder: Path, run: Path, tmp
 
 
 def test_what_has_no_place_for_it_is_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrilloraError, match="yarn, factor 4.*no place") as caught:
+    with pytest.raises(TrilloraError, match=r"yarn, factor 4.*no place") as caught:
         export_lora_gguf(open_source(str(run)), tmp_path / "lora")
     assert "--to gguf" in str(caught.value.do) and not (tmp_path / "lora").exists()
-    qwen = tiny_run.llama(num_layers=1).to_dict()
-    source = open_source(str(run))
-    qwen = AutoConfig.for_model("qwen2", **{k: v for k, v in qwen.items() if k not in ("model_type", "architectures")})
-    qwen.rope_parameters = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(TrilloraError, match="rope type 'llama3'") as caught:
-        export_gguf(
-            dataclasses.replace(source, base=dataclasses.replace(source.base, config=qwen)), tmp_path, type="f32"
-        )
-    assert "model.rope" in str(caught.value.where)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -174,12 +163,12 @@ def test_an_unfinished_run_has_it_too(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def certified(run: Path) -> Iterator[Path]:
+def certified(run: Path) -> Path:
     certificate = certify(run)
     assert certificate.passed, shown(certificate)
     [check] = [check for check in certificate.checks if check.name == "positions"]
     assert check.status == "ok" and "yarn, factor 4" in check.what
-    return run  # type: ignore[return-value]
+    return run
 
 
 def test_a_certified_export_has_the_scaling(certified: Path, tmp_path: Path) -> None:
@@ -208,7 +197,8 @@ def test_a_wrong_rope_file_is_no_adapter_of_the_run(defect: str, certified: Path
             content = json.loads(recipe.read_text())
             content["recipe"]["model"]["rope"] = None
             recipe.write_text(json.dumps(content))
-    seal(tmp_path / "run" / "adapter")
+    if file.exists():
+        seal(tmp_path / "run" / "adapter")
     certificate = certify(tmp_path / "run")
     assert any(check.part == "contents" and "rope.json" in check.what for check in certificate.failed)
 
@@ -232,9 +222,8 @@ def test_adapters_with_other_positions_are_not_mixed(folder: Path, run: Path, tm
 
 def test_a_run_may_start_from_an_adapter_with_other_positions(folder: Path, run: Path) -> None:
     alarms: list[str] = []
-    recipe = tiny_run.recipe(
-        folder, train={**LONG, "sequence_length": TRAINED, "steps": 1}, evaluate={"num_samples": 0}
-    )
+    short = {**LONG, "sequence_length": TRAINED, "steps": 1}
+    recipe = tiny_run.recipe(folder, train=short, evaluate={"num_samples": 0})
     recipe["lora"] = {"from": str(run)}
     train(
         load_recipe(recipe),

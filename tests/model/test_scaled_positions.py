@@ -208,7 +208,7 @@ def test_a_recipe_may_not_contradict_the_adapter(tmp_path: Path) -> None:
         rope_of(tmp_path, rope)
     (tmp_path / "rope.json").write_text(json.dumps(GOOD))
     assert rope_of(tmp_path) == rope_of(tmp_path, rope) == rope
-    with pytest.raises(TrilloraError, match="yarn, factor 2.*yarn, factor 4"):
+    with pytest.raises(TrilloraError, match=r"yarn, factor 2.*yarn, factor 4"):
         rope_of(tmp_path, RopeSection(type="yarn", factor=4))
 
 

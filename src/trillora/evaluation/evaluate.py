@@ -40,6 +40,7 @@ from trillora.evaluation.kinds.answers import (
     without_stop,
 )
 from trillora.evaluation.kinds.choices import ChoiceQuestion
+from trillora.evaluation.kinds.needle import measure_needle, parse_lengths
 from trillora.evaluation.likelihood import TokenScorer
 from trillora.evaluation.result import Evaluation, Forgetting
 from trillora.evaluation.rows import read_rows, recipe_with_data
@@ -110,6 +111,7 @@ def evaluate(
     batch_size: int = 8,
     with_base: bool = True,
     forgetting: bool = False,
+    needle: str | None = None,
     gate: str | None = None,
     listener: Listener = ignore_events,
 ) -> Evaluation:
@@ -120,12 +122,14 @@ def evaluate(
     `adapter` is tested instead of the run's own: the name of one of several, or a folder. `stage` is the name of the
     stage or phase whose rows are tested (default: the last stage); a phase has an adapter of its own. `eval.json` is
     written only for the result of a finished run.
-    `forgetting` asks general questions too. `gate` has conditions on the scores: `Evaluation.passed`.
+    `forgetting` asks general questions too, and `needle` for facts in texts of these lengths in tokens, such as
+    "1024,4096". `gate` has conditions on the scores: `Evaluation.passed`.
     """
     saved = SavedRun.open(run, overrides)
     chosen = adapter if adapter is not None else stage if stage in saved.parts else None
     used = adapter_of(saved, chosen, listener=listener)
     paths = _paths(data)
+    lengths = parse_lengths(needle) if needle is not None else ()
     wanted = parse_gate(gate, _labels(paths) if len(paths) > 1 else ()) if gate is not None else ()
     forgetting = forgetting or any(condition.metric in ("forgetting", "kl") for condition in wanted)
     _check_base(wanted, forgetting, with_base)
@@ -150,6 +154,9 @@ def evaluate(
         result = _combined([_tested(file, models, seed) for seed, file in enumerate(files)])
     if forgetting:
         result = dataclasses.replace(result, forgetting=_meter(models))
+    if lengths:
+        found = measure_needle(generator, lengths, with_base=with_base, listener=listener)
+        result = dataclasses.replace(result, needle=found)
     result = dataclasses.replace(result, gate=judge(wanted, result))
     for note in result.notes:
         listener(Note(note))

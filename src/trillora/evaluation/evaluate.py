@@ -135,7 +135,6 @@ def evaluate(
     _check_base(wanted, forgetting, with_base)
     opened, files = _open(saved, paths, used.folder, stage, max_rows, listener)
     check_fields(wanted, {file.label: _fields(file, opened.tokenizer) for file in files})
-
     generator = Generator.open(
         str(saved.folder),
         overrides=overrides,
@@ -145,19 +144,15 @@ def evaluate(
         batch_size=batch_size,
         listener=listener,
     )
-    adapters = {"base": generator.neutral_adapter, "adapter": generator.adapter}
-    if not with_base:
-        del adapters["base"]
+    adapters = ({"base": generator.neutral_adapter} if with_base else {}) | {"adapter": generator.adapter}
+    found = measure_needle(generator, lengths, with_base=with_base, listener=listener) if lengths else None
     scorer = TokenScorer(generator, loss_chunk=loss_chunk(files[0].recipe))
     models = _Models(generator, adapters, scorer, Comparison(), opened.tokenizer, max_tokens, batch_size, listener)
     with compiling_in_background():
         result = _combined([_tested(file, models, seed) for seed, file in enumerate(files)])
     if forgetting:
         result = dataclasses.replace(result, forgetting=_meter(models))
-    if lengths:
-        found = measure_needle(generator, lengths, with_base=with_base, listener=listener)
-        result = dataclasses.replace(result, needle=found)
-    result = dataclasses.replace(result, gate=judge(wanted, result))
+    result = dataclasses.replace(result, needle=found, gate=judge(wanted, result))
     for note in result.notes:
         listener(Note(note))
     if used.is_result:

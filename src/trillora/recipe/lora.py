@@ -48,7 +48,7 @@ class RopeSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_a_known_type(cls, value: object) -> Any:
+    def _has_a_known_type(cls, value: object) -> object:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and (why := _OTHER_ROPE.get(kind)):
             raise conflict("type", f"The rope type {kind} {why}.", "use yarn, linear or llama3, or remove model.rope")

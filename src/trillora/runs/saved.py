@@ -25,7 +25,6 @@ from trillora.files.hub import HUB_ID_AT, download, list_files
 from trillora.files.storage import open_storage
 from trillora.files.user_path import user_path
 from trillora.model.loading.digest import weights_digest
-from trillora.model.loading.rope import rope_of
 from trillora.model.loading.source import PICKLE_SUFFIXES, OpenModel, weight_files
 from trillora.recipe.load import RunRecipe, load_run_recipe
 from trillora.recipe.schema import Recipe
@@ -175,12 +174,9 @@ class SavedRun:
         """The base model, or the one that the user named, with the tokens that the recipe adds, and with the rotary
         positions of the recipe or of a finished `adapter`. It is downloaded if needed."""
         model, tokens = self.recipe.model, self.recipe.tokens or ()
-        rope = rope_of(adapter, model.rope)
         if base is not None:
-            return OpenModel.open(base, revision=None, trust_remote_code=False, tokens=tokens, rope=rope)
-        return OpenModel.open(
-            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code, tokens=tokens, rope=rope
-        )
+            model = model.model_copy(update={"name": base, "revision": None, "trust_remote_code": False})
+        return OpenModel.of(model, tokens=tokens, adapter=adapter)
 
     def check_base(self, opened: OpenModel) -> None:
         """An adapter is right only for the weights that it was trained on."""

@@ -92,14 +92,7 @@ class RunProcess:
         devices = find_devices(wanted.backend, None if wanted.devices == "auto" else wanted.devices)
         small = " and small sizes, because of --tiny" if self._recipe.tiny else ""
         self._listener(Note(f"Model {named.name}{small}"))
-        opened = OpenModel.open(
-            named.name,
-            revision=named.revision,
-            trust_remote_code=named.trust_remote_code,
-            tokens=self._recipe.tokens or (),
-            rope=named.rope,
-        )
-        return devices, opened
+        return devices, OpenModel.of(named, tokens=self._recipe.tokens or ())
 
     def _start_folder(self, saved: tuple[int, dict[str, bytes]] | None) -> None:
         """Sets the files of the run's folder to the state of the checkpoint."""

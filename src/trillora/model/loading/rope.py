@@ -71,7 +71,7 @@ class ScaledPositions(BaseModel):
         given = self.rope_parameters.original_max_position_embeddings
         return given or round(self.max_position_embeddings / self.rope_parameters.factor)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         return self.model_dump(exclude_none=True)
 
     def file(self) -> dict[str, bytes]:
@@ -83,8 +83,9 @@ class ScaledPositions(BaseModel):
         versions of transformers read, `rope_theta` and `rope_scaling`."""
         inner = content.get("text_config")
         part, values = inner if isinstance(inner, dict) else content, self.values()
+        parameters = self.rope_parameters.model_dump(exclude_none=True)
         if "rope_parameters" not in part and ("rope_theta" in part or "rope_scaling" in part):
-            parameters = values.pop("rope_parameters")
+            del values["rope_parameters"]
             part |= {name: parameters.pop(name) for name in _KEPT if name in parameters}
             values["rope_scaling"] = parameters
         part |= values

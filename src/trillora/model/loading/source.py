@@ -33,12 +33,12 @@ from trillora.model.loading.description import (
 )
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID, smollm2_folder
 from trillora.model.loading.growth import grow
-from trillora.model.loading.rope import ScaledPositions, scale_positions
+from trillora.model.loading.rope import ScaledPositions, rope_of, scale_positions
 from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.tensor_files import stored_shapes
 from trillora.model.loading.wrapper import has_own_head, is_wrapper, multimodal_class, text_class
 from trillora.recipe.lora import RopeSection
-from trillora.recipe.schema import EMBEDDED
+from trillora.recipe.schema import EMBEDDED, ModelSection
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig, Tokenizer
@@ -81,6 +81,17 @@ class OpenModel:
         if is_wrapper(config) and is_tied and has_own_head(config, files):
             config.tie_word_embeddings = False
         return cls(folder, config, load_tokenizer(folder, tokens), base_name(name), rope)
+
+    @classmethod
+    def of(cls, model: ModelSection, *, tokens: Sequence[str] = (), adapter: Path | None = None) -> OpenModel:
+        """The model of a recipe. A finished `adapter` may say how its positions are scaled."""
+        return cls.open(
+            model.name,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            tokens=tokens,
+            rope=rope_of(adapter, model.rope),
+        )
 
     @property
     def positions(self) -> ScaledPositions | None:

@@ -36,6 +36,7 @@ from trillora.runs.files import (
     CHECKPOINTS,
     EXPORTS,
     RECIPE_FILE,
+    ROPE_FILE,
     is_finished,
     is_run,
 )
@@ -213,7 +214,7 @@ def find_adapter(name: str | Path, *, from_hub: bool = False) -> SavedAdapter:
 def _download(name: str) -> Path:
     hub_id, _, revision = name.partition("@")
     wanted = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-    found = download(hub_id, "model", revision=revision or None, allow=wanted)
+    found = download(hub_id, "model", revision=revision or None, allow=(*wanted, ROPE_FILE))
     if missing := [file for file in wanted if not (found / file).is_file()]:
         files = list_files(hub_id, revision or "main") or set()
         pickled = next((file for file in sorted(files) if file.endswith(PICKLE_SUFFIXES)), None)

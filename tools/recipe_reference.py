@@ -23,6 +23,7 @@ LARGE = 2**16  # an upper limit from here on only keeps numbers within what devi
 NAMES = {"integer": "integer", "number": "number", "boolean": "yes or no", "string": "text"}
 # Sections inside other sections, which are shown after them, and the options that they belong to.
 INNER = {
+    "RopeSection": "model.rope",
     "SourceSection": "data.path[n]",
     "TemplateSection": "data.template",
     "SplitSection": "data.split",

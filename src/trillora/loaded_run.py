@@ -96,6 +96,7 @@ class LoadedRun:
         max_rows: int | None = None,
         with_base: bool = True,
         forgetting: bool = False,
+        needle: str | None = None,
         gate: str | None = None,
     ) -> Evaluation:
         """Evaluates the run on files of rows (default: those held out of the run), as `trillora eval` does."""
@@ -110,6 +111,7 @@ class LoadedRun:
                 max_rows=max_rows,
                 with_base=with_base,
                 forgetting=forgetting,
+                needle=needle,
                 gate=gate,
                 listener=listener,
             )

@@ -15,6 +15,7 @@ it, so it has no checksum, and `refresh_card` replaces only a card that no one h
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -35,9 +36,10 @@ from trillora.files.read_json import MAX_BYTES, parse_json, read_json, read_text
 from trillora.model.adapters import CONFIG_FILE
 from trillora.model.loading.description import EMBEDDED_NOTE
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
+from trillora.model.loading.rope import ScaledPositions, read_positions
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
 from trillora.recipe.schema import EMBEDDED, Recipe, TrainSection, stages_of
-from trillora.runs.files import ADAPTER, EVAL_FILE, is_run
+from trillora.runs.files import ADAPTER, EVAL_FILE, ROPE_FILE, is_run
 from trillora.runs.manifest import RunManifest, StageRecord
 from trillora.runs.saved import SavedRun
 from trillora.safe_text import visible_line
@@ -85,6 +87,7 @@ class CardFacts:
     library: str | None = "peft"
     tags: Sequence[str] = ()
     usage: str | None = None  # how to load it; None: with PEFT
+    positions: ScaledPositions | None = None  # as model.rope scaled them
 
 
 def model_card(facts: CardFacts) -> str:
@@ -106,7 +109,8 @@ def model_card(facts: CardFacts) -> str:
         f"{facts.form} of {_base_text(facts.base)}, made with Trillora {__version__}.",
         EMBEDDED_NOTE if manifest is not None and manifest.model.get("name") == EMBEDDED else "",
         *(_plain(note) for note in facts.notes),
-        _section("Use", facts.usage or _peft_usage(base, facts.config)),
+        _section("Use", facts.usage or _peft_usage(base, facts.config, facts.positions)),
+        _section("Rotary positions", _positions(facts)),
         _section("Scores", _scores_table(evaluated, scores, _loss_in_training(manifest, recipe))),
         _section("Data", _data_table(stages)),
         _section("Recipe", _recipe_table(recipe, facts)),
@@ -120,13 +124,20 @@ def model_card(facts: CardFacts) -> str:
 
 
 def adapter_card(
-    config: bytes, run: Path | None, *, name: str, part: str | None = None, notes: Sequence[str] = ()
+    config: bytes,
+    run: Path | None,
+    *,
+    name: str,
+    part: str | None = None,
+    notes: Sequence[str] = (),
+    positions: ScaledPositions | None = None,
 ) -> str:
     """The card of an adapter with this adapter_config.json."""
     options = parse_json(config, dict[str, Any], where=CONFIG_FILE, do="copy the file again, or use another adapter")
     base = options.get("base_model_name_or_path")
     found = base if isinstance(base, str) else None
-    return model_card(CardFacts(name, found, run=run, part=part, config=options, notes=notes))
+    facts = CardFacts(name, found, run=run, part=part, config=options, notes=notes, positions=positions)
+    return model_card(facts)
 
 
 def is_unedited(text: str) -> bool:
@@ -144,7 +155,8 @@ def refresh_card(run: Path) -> bool:
         if os.path.lexists(file) and not is_unedited(read_text(file, do="remove this file")):
             return False
         config = read_bounded(folder / CONFIG_FILE, MAX_BYTES)
-        write_file(file, adapter_card(config, run, name=run.resolve().name))
+        card = adapter_card(config, run, name=run.resolve().name, positions=read_positions(folder))
+        write_file(file, card)
     except (OSError, ValueError, TrilloraError):
         return False
     return True
@@ -251,6 +263,8 @@ def _recipe_table(recipe: Recipe | None, facts: CardFacts) -> str:
         if train.rows != "answers":
             values[f"loss{of}"] = f"{_losses(train)}, beta {train.strength:g}"
         values[f"learning rate{of}"] = f"{rate}, {train.schedule}, {train.optimizer}, seed {train.seed}"
+    if facts.positions is not None:
+        values["rotary positions"] = str(facts.positions.rope)
     if recipe is not None and recipe.model.quantize not in ("auto", "none"):
         values["base in memory"] = recipe.model.quantize
     if recipe is not None and recipe.engine.matmul != "full":
@@ -294,16 +308,40 @@ def _base_text(base: str | None) -> str:
     return f"the model `{_file_name(base)}`" if base else "a base model"
 
 
-def _peft_usage(base: str | None, config: Mapping[str, object]) -> str:
+def _peft_usage(base: str | None, config: Mapping[str, object], positions: ScaledPositions | None) -> str:
     kind = MULTIMODAL if config.get("auto_mapping") else TEXT
+    name, scaled = base or "BASE_MODEL", ""
+    if positions is not None:
+        scaled = f"""
+config = AutoConfig.from_pretrained("{name}")
+config.get_text_config().update({positions.values()})"""
     return f"""```python
 from peft import PeftModel
-from transformers import {kind}, AutoTokenizer
+from transformers import {"AutoConfig, " if scaled else ""}{kind}, AutoTokenizer
 
-here = "THIS_REPOSITORY_OR_FOLDER"
-base = {kind}.from_pretrained("{base or "BASE_MODEL"}", dtype="auto")
+here = "THIS_REPOSITORY_OR_FOLDER"{scaled}
+base = {kind}.from_pretrained("{name}", {"config=config, " if scaled else ""}dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(here)
 model = PeftModel.from_pretrained(base, here)
+```"""
+
+
+def _positions(facts: CardFacts) -> str:
+    """What the reader of an adapter has to give to the base, because PEFT does not."""
+    positions = facts.positions
+    if positions is None:
+        return ""
+    lengths = f"for up to {positions.max_position_embeddings:,} tokens where the base has {positions.original:,}"
+    trained = f"Trained with rotary positions scaled by {positions.rope}, {lengths}."
+    if facts.relation != "adapter":
+        return f"{trained} The model's own configuration says so, and nothing has to be set."
+    values = positions.values()
+    override = json.dumps({"text_config": values} if facts.config.get("auto_mapping") else values)
+    return f"""{trained} PEFT does not read this from an adapter: without these values, the base gives other answers.
+They are in `{ROPE_FILE}`, and in the code above. vLLM takes them as an option:
+
+```
+--hf-overrides '{override}'
 ```"""
 
 

@@ -29,10 +29,13 @@ from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE, is
 from trillora.model.bridge import build_module
 from trillora.model.loading.digest import weights_digest
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID
+from trillora.model.loading.rope import ScaledPositions, read_positions
 from trillora.model.loading.source import weight_files
 from trillora.model.lora import LoraSpec
 from trillora.model.parts.peft_names import by_parameter, names_in_file
+from trillora.recipe.lora import RopeSection
 from trillora.recipe.schema import EMBEDDED
+from trillora.runs.files import ROPE_FILE
 from trillora.runs.saved import find_adapter
 
 TOKEN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
@@ -66,6 +69,12 @@ class AdapterInput:
     parameters: set[str]  # layers that it lists in `target_parameters`
     names: dict[str, str]  # layer -> name in the file, where these differ
     template: bytes | None
+    positions: ScaledPositions | None
+
+    @property
+    def rope(self) -> RopeSection | None:
+        return None if self.positions is None else self.positions.rope
+
     tokenizer: dict[str, bytes]
 
 
@@ -91,6 +100,7 @@ def read_input(name: str | Path) -> AdapterInput:
         parameters=_parameters(config, changes),
         names={layer: name for name, layer in read_layers(folder).items()},
         template=_read(folder / TEMPLATE_FILE),
+        positions=read_positions(folder),
         tokenizer={name: data for name in TOKENIZER_FILES if (data := _read(folder / name)) is not None},
     )
 
@@ -141,6 +151,13 @@ def check_compatible(inputs: Sequence[AdapterInput]) -> None:
                 + (", with the same name but other weights." if first.base == other.base else "."),
                 where=f"{first.name} and {other.name}",
                 do="merge adapters of the same base model",
+            )
+        if first.rope != other.rope:
+            ropes = [str(each.rope or "not scaled") for each in (first, other)]
+            raise TrilloraError(
+                f"The adapters were trained with different rotary positions: {ropes[0]} and {ropes[1]}.",
+                where=f"{first.name} and {other.name}, {ROPE_FILE}",
+                do="merge adapters that were trained with the same model.rope",
             )
     for one, other in itertools.combinations(inputs, 2):
         _check_shapes(one, other)

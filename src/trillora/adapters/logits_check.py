@@ -27,6 +27,7 @@ from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.loading.weights import load_weights
 from trillora.model.lora import LoraSpec
 from trillora.model.lora_spec import AdapterDoesNotFit
+from trillora.recipe.lora import RopeSection
 from trillora.recipe.schema import EMBEDDED
 from trillora.step.decisions import memory_limit
 from trillora.step.shardings import shard_adapter, weight_shardings
@@ -56,11 +57,12 @@ def compare_logits(
     definition: Callable[[str], np.ndarray],
     listener: Listener,
     base_digest: str | None = None,
+    rope: RopeSection | None = None,
 ) -> LogitsCheck | str:
-    """`definition` returns the change [outputs, inputs] of a layer; `base_digest` is what a run recorded. Returns
-    the reason if the base cannot be used."""
+    """`definition` returns the change [outputs, inputs] of a layer; `base_digest` is what a run recorded; `rope`
+    scales the base's positions. Returns the reason if the base cannot be used."""
     try:
-        opened = open_local(base_name)
+        opened = open_local(base_name, rope)
         if opened is None:
             return f"the base model {base_name} is not on this machine"
         if base_digest is not None and base_digest != weights_digest(opened.folder, weight_files(opened.folder)):
@@ -108,7 +110,7 @@ def _compare(
     )
 
 
-def open_local(base_name: str) -> OpenModel | None:
+def open_local(base_name: str, rope: RopeSection | None = None) -> OpenModel | None:
     """The base model if it is on this machine. Nothing is downloaded because an adapter names it, and no code of the
     model is run."""
     if base_name in (EMBEDDED, SMOLLM2_HUB_ID):
@@ -118,7 +120,7 @@ def open_local(base_name: str) -> OpenModel | None:
     else:
         cached = find_cached(base_name)
         folder = str(cached) if cached else None
-    return OpenModel.open(folder, revision=None, trust_remote_code=False) if folder else None
+    return OpenModel.open(folder, revision=None, trust_remote_code=False, rope=rope) if folder else None
 
 
 def _names(model: CausalLM) -> set[str]:

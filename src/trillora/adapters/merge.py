@@ -46,8 +46,10 @@ from trillora.model.adapters import (
     peft_task,
     read_adapter,
 )
+from trillora.model.loading.rope import ScaledPositions, read_positions
 from trillora.model.lora import LoraSpec
 from trillora.recipe.group_section import MergeOptions
+from trillora.recipe.lora import RopeSection
 from trillora.runs.files import ADAPTER, MERGE_FILE
 
 _LIBRARY = "transformers.models."  # PEFT imports what auto_mapping names
@@ -120,7 +122,9 @@ def merge_adapters(
     files = peft_files(matrices, _config(inputs, selection(inputs, list(merged), parameters), rank, base), names)
     _check_files(files, matrices)
     digest = next((each.base_digest for each in inputs if each.base_digest), None)
-    logits = _compare(base, digest, rank, matrices, layers, options, listener) if with_logits else "not asked for"
+    logits: LogitsCheck | str = "not asked for"
+    if with_logits:
+        logits = _compare(base, digest, inputs[0].rope, rank, matrices, layers, options, listener)
     result = _result(folder, inputs, merged, options, rank, base, logits)
     if isinstance(logits, LogitsCheck):
         _check_logits(logits, is_cut=result.lost > ROUNDING**2)
@@ -232,6 +236,7 @@ def _check_files(files: dict[str, bytes], matrices: dict[str, np.ndarray]) -> No
 def _compare(
     base: str | None,
     digest: str | None,
+    rope: RopeSection | None,
     rank: int,
     matrices: dict[str, np.ndarray],
     layers: dict[str, dict[int, LayerChange]],
@@ -244,7 +249,13 @@ def _compare(
     spec = LoraSpec(rank, float(rank), targets=tuple(layers))
     listener(Note(f"Comparing logits with the definition of the merge on {base}"))
     return compare_logits(
-        base, spec, matrices, lambda layer: definition(layer, layers[layer], options), listener, base_digest=digest
+        base,
+        spec,
+        matrices,
+        lambda layer: definition(layer, layers[layer], options),
+        listener,
+        base_digest=digest,
+        rope=rope,
     )
 
 
@@ -303,17 +314,18 @@ def write_merge_facts(result: MergeResult) -> None:
     """Writes `merge.json` and the card again, after the merged adapter was moved into its run."""
     write_file(result.adapter / MERGE_FILE, _facts(result))
     config = read_bounded(result.adapter / CONFIG_FILE, MAX_BYTES)
-    write_file(result.adapter / CARD_FILE, _card(result, config, result.adapter.parent))
+    card = _card(result, config, read_positions(result.adapter), result.adapter.parent)
+    write_file(result.adapter / CARD_FILE, card)
 
 
-def _card(result: MergeResult, config: bytes, run: Path | None = None) -> str:
+def _card(result: MergeResult, config: bytes, positions: ScaledPositions | None, run: Path | None = None) -> str:
     """The model card. Inputs are named without their folders: RUN/adapter and RUN/adapters/NAME by RUN and NAME."""
     names = [Path(each.name).resolve() for each in result.inputs]
     shown = [path.parent.name if path.name == ADAPTER else path.name for path in names]
     parts = ", ".join(f"{name} ({each.weight:g})" for name, each in zip(shown, result.inputs, strict=True))
     note = f"Merged from {len(shown)} adapters by the method {result.method}, with their weights: {parts}."
     name = (result.adapter if run is None else run).resolve().name
-    return adapter_card(config, run, name=name, notes=[note])
+    return adapter_card(config, run, name=name, notes=[note], positions=positions)
 
 
 def _facts(result: MergeResult) -> str:
@@ -332,10 +344,13 @@ def _write(
         listener(Alarm("The adapters have different chat templates: the merged one uses the base model's."))
     elif templates:
         files = {**files, TEMPLATE_FILE: templates.pop()}
+    if (positions := inputs[0].positions) is not None:  # all have the same
+        files = {**files, **positions.file()}
     tokenizer = next((each.tokenizer for each in inputs if each.tokenizer), {})
     try:
         # Both may be written again: after a move, and by a person.
-        others = {MERGE_FILE: _facts(result).encode(), CARD_FILE: _card(result, files[CONFIG_FILE]).encode()}
+        card = _card(result, files[CONFIG_FILE], positions)
+        others = {MERGE_FILE: _facts(result).encode(), CARD_FILE: card.encode()}
         files = {**tokenizer, **files}
         LocalStorage(folder.parent).write(folder.name, {**others, **with_checksums(0, files)})
     except OSError as error:

@@ -182,6 +182,9 @@ def check_base(subject: Subject) -> Iterator[Check]:
     else:
         what = f"{opened_base.base_name} has the digest that the run recorded, {recorded[:12]}…."
         yield Check("trained", "base weights", "ok", what)
+    if opened_base.rope is not None:
+        what = f"The base's rotary positions are scaled as in training: {opened_base.rope}."
+        yield Check("trained", "positions", "ok", what)
     yield from _base_settings(subject)
     if subject.kind == "adapter":
         yield _base_id(subject)

@@ -273,7 +273,7 @@ def check_reader(subject: Subject, logits: tuple[PromptLogits, ...]) -> Iterator
     if subject.kind == "lora-gguf":
         reading = _read_lora(subject, prompts)
     elif subject.kind == "adapter":
-        reading = read_with_peft(subject.opened.folder, subject.folder, prompts)
+        reading = read_with_peft(subject.opened.folder, subject.folder, prompts, subject.opened.rope)
     elif subject.kind == "merged":
         reading = read_with_transformers(subject.folder, prompts)
     else:

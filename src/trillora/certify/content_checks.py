@@ -32,7 +32,7 @@ from trillora.files.bounded import read_bounded
 from trillora.files.read_json import parse_json
 from trillora.files.storage import MARK
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE
-from trillora.runs.files import MERGE_FILE
+from trillora.runs.files import MERGE_FILE, ROPE_FILE
 
 CARD = "README.md"
 MAX_BYTES = 64 << 20
@@ -60,7 +60,8 @@ def check_contents(subject: Subject, files: Mapping[str, FileFacts]) -> Iterator
         if name in files:
             found = differences(name, read_bounded(subject.folder / name, MAX_BYTES), content)
         else:
-            found = ["is missing"] if is_merged and name not in _OPTIONAL else []
+            is_needed = name not in _OPTIONAL if is_merged else name == ROPE_FILE
+            found = ["is missing"] if is_needed else []
         if found:
             wrong[name] = found
     for name, found in wrong.items():
@@ -81,7 +82,7 @@ def expected_files(subject: Subject) -> dict[str, bytes]:
         return other_files(
             source, MergedWeights(source), stored_dtype(expected_of(subject), tensors_of(subject.folder))
         )
-    return source.tokenizer_files()
+    return {**source.tokenizer_files(), **source.base.rope_file()}
 
 
 def nothing_else(subject: Subject, files: Mapping[str, FileFacts], expected: Mapping[str, bytes]) -> Check:

@@ -35,6 +35,7 @@ from trillora.model.loading.wrapper import auto_class
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PreTrainedModel
+    from trillora.recipe.lora import RopeSection
 
 LLAMA_CPP_SECONDS = 600
 _DEQUANTIZED = ("mxfp4", "fp8", "mxfp8")  # by transformers itself, with an option
@@ -83,14 +84,16 @@ def listening() -> Iterator[list[str]]:
             each.setLevel(level)
 
 
-def read_with_peft(base: Path, adapter: Path, prompts: Sequence[Sequence[int]]) -> Reading:
-    """Base and adapter as PEFT's users load them."""
+def read_with_peft(
+    base: Path, adapter: Path, prompts: Sequence[Sequence[int]], rope: RopeSection | None = None
+) -> Reading:
+    """Base and adapter as PEFT's users load them. They have to scale the positions themselves, as the card says."""
     if importlib.util.find_spec("peft") is None:
         raise NotHere("Reading adapters with PEFT needs the package peft.", do=install_command("certify"))
     from peft import PeftModel
 
     with _reader("PEFT"), listening() as heard:
-        model = _load(base)
+        model = _load(base, rope)
         if (rows := _num_tokens(adapter)) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(rows, mean_resizing=False)  # as AutoPeftModelForCausalLM does
         model = PeftModel.from_pretrained(model, str(adapter), is_trainable=False).eval()
@@ -119,12 +122,14 @@ def read_with_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> Re
     return Reading(found, tuple(heard))
 
 
-def _load(folder: Path) -> PreTrainedModel:
+def _load(folder: Path, rope: RopeSection | None = None) -> PreTrainedModel:
     import torch
     import transformers
 
     options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
-    method, config = read_method(folder), load_config(folder)
+    method, config = read_method(folder), load_config(folder, rope=rope)
+    if rope is not None:
+        options["config"] = config
     if method is not None and method.name in _DEQUANTIZED:
         config.quantization_config["dequantize"] = True
         options["config"] = config

@@ -44,6 +44,7 @@ from trillora.model.adapters import (
     spec_of,
 )
 from trillora.model.loading.digest import weights_digest
+from trillora.model.loading.rope import rope_of
 from trillora.model.loading.source import OpenModel, weight_files
 from trillora.model.lora_spec import LayerLora, LoraSpec
 from trillora.recipe.group import group_of
@@ -136,9 +137,10 @@ class Subject:
         if self.run is not None:
             return self.run.open_base(self._base)
         if self._base is not None:
-            return OpenModel.open(self._base, revision=None, trust_remote_code=False)
+            rope = rope_of(self.adapter)
+            return OpenModel.open(self._base, revision=None, trust_remote_code=False, rope=rope)
         name = self.base_id
-        found = None if name is None else open_local(name)
+        found = None if name is None else open_local(name, rope_of(self.adapter))
         if found is None:
             what = f"The base model {name} is not on this machine." if name else "The base model is not known."
             raise NotHere(what, where=str(self.folder), do="name it: --base MODEL, or give the run: --run RUN")

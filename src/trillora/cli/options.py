@@ -111,6 +111,12 @@ NumRows = Annotated[
 WithForgetting = Annotated[
     bool, typer.Option("--forgetting", help="Also ask general questions, to see what the adapter has forgotten.")
 ]
+NeedleLengths = Annotated[
+    str | None,
+    typer.Option(
+        "--needle", metavar="LENGTHS", help="Also hide facts in texts of these lengths in tokens, such as 1024,4096."
+    ),
+]
 Gate = Annotated[
     str | None,
     typer.Option("--gate", metavar="CONDITIONS", help='Exit with code 3 unless all hold: "exact_match>=0.6, ...".'),

@@ -18,6 +18,7 @@ from trillora.cli.options import (
     HarnessTasks,
     JsonResult,
     MaxTokens,
+    NeedleLengths,
     NumRows,
     OnlyBase,
     OtherAdapter,
@@ -167,6 +168,7 @@ def evaluate(
         typer.Option("--stage", metavar="NAME", help="Stage or phase whose rows are used (default: the last stage)."),
     ] = None,
     forgetting: WithForgetting = False,
+    needle: NeedleLengths = None,
     gate: Gate = None,
     harness: HarnessTasks = None,
     include_path: TaskFolder = None,
@@ -178,9 +180,10 @@ def evaluate(
     if harness is None and include_path is not None:
         raise TrilloraError("--include-path is for --harness.", where="--include-path", do="name tasks with --harness")
     if harness is not None:
-        if data or gate or forgetting or stage:
+        if data or gate or forgetting or needle or stage:
             what = "--harness runs tasks with data of their own."
-            raise TrilloraError(what, where="--harness", do="leave out --data, --gate, --forgetting and --stage")
+            do = "leave out --data, --gate, --forgetting, --needle and --stage"
+            raise TrilloraError(what, where="--harness", do=do)
         _check_evaluation(run, _overrides(overrides, trust), (), None, adapter)
         _harness(run, harness, include_path, rows, not no_base, adapter, _overrides(overrides, trust), as_json)
         return
@@ -198,6 +201,7 @@ def evaluate(
             max_tokens=max_tokens,
             with_base=not no_base,
             forgetting=forgetting,
+            needle=needle,
             gate=gate,
             listener=listener,
         )

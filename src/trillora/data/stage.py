@@ -51,10 +51,10 @@ class StageData:
         return DocumentRoom(block, max(part.documents_in(block) for part in parts))
 
     def files_with_adapter(self, opened: OpenModel) -> dict[str, bytes]:
-        """The files that belong to an adapter of this stage: the tokenizer, which may have new tokens, and the chat
-        template that it was trained with, which may not be the base's."""
+        """The files that belong to an adapter of this stage: the tokenizer, which may have new tokens; the chat
+        template that it was trained with, which may not be the base's; and how the positions are scaled."""
         template = {} if self.template is None else {"chat_template.jinja": self.template.encode()}
-        return {**tokenizer_files(opened.tokenizer, opened.folder), **template}
+        return {**tokenizer_files(opened.tokenizer, opened.folder), **template, **opened.rope_file()}
 
     def identity(self) -> dict[str, str]:
         """Digests of the tokenized rows, which depend on files, tokenizer, template and options; and of a loss that is

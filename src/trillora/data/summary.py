@@ -226,8 +226,9 @@ def _bad_row(recipe: StageRecipe, dataset: Dataset) -> TrilloraError | None:
 
 def _not_for_the_model(recipe: StageRecipe, folder: Path) -> TrilloraError | None:
     try:
-        config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
-        check_rows(config, recipe.train.sequence_length)
+        model = recipe.model
+        config = load_config(folder, trust_remote_code=model.trust_remote_code, rope=model.rope)
+        check_rows(config, recipe.train.sequence_length, model.rope)
     except TrilloraError as refusal:
         return refusal
     return None

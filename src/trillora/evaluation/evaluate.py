@@ -40,6 +40,7 @@ from trillora.evaluation.kinds.answers import (
     without_stop,
 )
 from trillora.evaluation.kinds.choices import ChoiceQuestion
+from trillora.evaluation.kinds.needle import measure_needle, parse_lengths
 from trillora.evaluation.likelihood import TokenScorer
 from trillora.evaluation.result import Evaluation, Forgetting
 from trillora.evaluation.rows import read_rows, recipe_with_data
@@ -110,6 +111,7 @@ def evaluate(
     batch_size: int = 8,
     with_base: bool = True,
     forgetting: bool = False,
+    needle: str | None = None,
     gate: str | None = None,
     listener: Listener = ignore_events,
 ) -> Evaluation:
@@ -120,18 +122,19 @@ def evaluate(
     `adapter` is tested instead of the run's own: the name of one of several, or a folder. `stage` is the name of the
     stage or phase whose rows are tested (default: the last stage); a phase has an adapter of its own. `eval.json` is
     written only for the result of a finished run.
-    `forgetting` asks general questions too. `gate` has conditions on the scores: `Evaluation.passed`.
+    `forgetting` asks general questions too, and `needle` for facts in texts of these lengths in tokens, such as
+    "1024,4096". `gate` has conditions on the scores: `Evaluation.passed`.
     """
     saved = SavedRun.open(run, overrides)
     chosen = adapter if adapter is not None else stage if stage in saved.parts else None
     used = adapter_of(saved, chosen, listener=listener)
     paths = _paths(data)
+    lengths = parse_lengths(needle) if needle is not None else ()
     wanted = parse_gate(gate, _labels(paths) if len(paths) > 1 else ()) if gate is not None else ()
     forgetting = forgetting or any(condition.metric in ("forgetting", "kl") for condition in wanted)
     _check_base(wanted, forgetting, with_base)
     opened, files = _open(saved, paths, used.folder, stage, max_rows, listener)
     check_fields(wanted, {file.label: _fields(file, opened.tokenizer) for file in files})
-
     generator = Generator.open(
         str(saved.folder),
         overrides=overrides,
@@ -141,16 +144,15 @@ def evaluate(
         batch_size=batch_size,
         listener=listener,
     )
-    adapters = {"base": generator.neutral_adapter, "adapter": generator.adapter}
-    if not with_base:
-        del adapters["base"]
+    adapters = ({"base": generator.neutral_adapter} if with_base else {}) | {"adapter": generator.adapter}
+    found = measure_needle(generator, lengths, with_base=with_base, listener=listener) if lengths else None
     scorer = TokenScorer(generator, loss_chunk=loss_chunk(files[0].recipe))
     models = _Models(generator, adapters, scorer, Comparison(), opened.tokenizer, max_tokens, batch_size, listener)
     with compiling_in_background():
         result = _combined([_tested(file, models, seed) for seed, file in enumerate(files)])
     if forgetting:
         result = dataclasses.replace(result, forgetting=_meter(models))
-    result = dataclasses.replace(result, gate=judge(wanted, result))
+    result = dataclasses.replace(result, needle=found, gate=judge(wanted, result))
     for note in result.notes:
         listener(Note(note))
     if used.is_result:
@@ -192,7 +194,7 @@ def _open(
 ) -> tuple[OpenModel, list[_TestFile]]:
     """The model's tokenizer and configuration, and the rows of all files: they are read before any weight is."""
     recipes = [recipe_with_data(saved.saved_recipe, path, adapter, stage) for path in paths]
-    opened = saved.open_base()
+    opened = saved.open_base(adapter=adapter)
     files = []
     for path, label, recipe in zip(paths, _labels(paths), recipes, strict=True):
         questions = None

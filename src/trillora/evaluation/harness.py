@@ -164,7 +164,7 @@ def run_tasks(
     manager = TaskManager(include_path=str(include_path) if include_path else None, include_defaults=not include_path)
     names = [task.strip() for task in tasks if task.strip()]
     _check_tasks(names, manager.all_tasks)
-    opened = saved.open_base()
+    opened = saved.open_base(adapter=used.folder)
     generator = Generator.open(
         str(saved.folder), overrides=overrides, opened=opened, adapter=used.folder, backend=backend, listener=listener
     )

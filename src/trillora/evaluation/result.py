@@ -99,6 +99,17 @@ class Forgetting:
 
 
 @dataclass(frozen=True)
+class Needle:
+    """Facts that were found in long texts (`kinds.needle`)."""
+
+    lengths: tuple[int, ...]  # of prompt and answer, in tokens
+    depths: tuple[float, ...]  # of the fact in the text; 0 is its beginning
+    num_facts: int  # asked for at each length and depth
+    base: tuple[tuple[float, ...], ...] | None  # share of the facts that were found, by length and depth
+    adapter: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
 class Condition:
     """A condition of `--gate`."""
 
@@ -123,6 +134,7 @@ class Evaluation:
     intervals: dict[str, Interval] = field(default_factory=dict)  # by metric; fields.NAME for a JSON field
     files: tuple[Evaluation, ...] = ()  # if there are several
     forgetting: Forgetting | None = None
+    needle: Needle | None = None
     gate: tuple[Condition, ...] = ()
     notes: tuple[str, ...] = ()
 

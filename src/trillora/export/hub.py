@@ -84,7 +84,9 @@ def adapter_to_push(source: ExportSource, base: str | None = None) -> dict[str, 
     files[CONFIG_FILE] = changed
     card = folder / CARD_FILE
     if not card.is_file() or is_unedited(read_text(card, do="remove this file")):
-        files[CARD_FILE] = adapter_card(changed, source.run, name=source.name, part=source.part).encode()
+        positions = source.base.positions
+        text = adapter_card(changed, source.run, name=source.name, part=source.part, positions=positions)
+        files[CARD_FILE] = text.encode()
     if MARK in files:
         files[MARK] = _new_checksums(folder, files)
     return files

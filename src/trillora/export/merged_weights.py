@@ -212,7 +212,8 @@ class MergedWeights:
             yield start, min(start + step, shape[0])
 
     def config(self) -> dict[str, Any]:
-        """The content of config.json: the base's, with the new number of tokens, and untied if it is."""
+        """The content of config.json: the base's, with the new number of tokens, the scaled positions, and untied if it
+        is."""
         config = copy.deepcopy(read_config(self._base.folder))
         text = config.get("text_config")
         parts = [config, *([text] if isinstance(text, dict) else [])]
@@ -223,6 +224,8 @@ class MergedWeights:
                 part["vocab_size"] = self.num_tokens
         for part in parts if self._base.formats else ():
             part.pop("quantization_config", None)
+        if self._base.positions is not None:
+            self._base.positions.write_to(config)
         if self.is_untied:
             for part in parts:
                 part["tie_word_embeddings"] = False

@@ -25,6 +25,7 @@ from trillora.files.read_json import read_json
 from trillora.files.user_path import user_path
 from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, load_adapter, read_head
 from trillora.model.loading.growth import tokenizer_files
+from trillora.model.loading.rope import rope_of
 from trillora.model.loading.source import OpenModel, load_tokenizer
 from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.schema import Recipe
@@ -77,7 +78,18 @@ class ExportSource:
         as "A fine-tuned version"; `usage` says how to load it."""
         config = read_json(self.adapter / CONFIG_FILE, dict[str, Any], do="copy the file again")
         facts = CardFacts(
-            self.name, self.base_id, relation, form, self.run, self.part, config, notes, library, tags, usage
+            self.name,
+            self.base_id,
+            relation,
+            form,
+            self.run,
+            self.part,
+            config,
+            notes,
+            library,
+            tags,
+            usage,
+            self.base.positions,
         )
         return model_card(facts).encode()
 
@@ -115,9 +127,9 @@ def open_source(
     spec, matrices = load_adapter(folder)
     base_id = read_head(folder).base_name or ""
     if run is not None:
-        opened = run.open_base(base)
+        opened = run.open_base(base, adapter=folder)
     elif base is not None:
-        opened = OpenModel.open(base, revision=None, trust_remote_code=False)
+        opened = OpenModel.open(base, revision=None, trust_remote_code=False, rope=rope_of(folder))
     else:
         opened = _open_local(base_id, folder)
     if _has_tokenizer(folder):
@@ -151,7 +163,7 @@ def open_source(
 
 def _open_local(base_id: str, adapter: Path) -> OpenModel:
     """The base model that an adapter names. Nothing is downloaded because a file says so."""
-    found = open_local(base_id) if base_id else None
+    found = open_local(base_id, rope_of(adapter)) if base_id else None
     if found is None:
         raise TrilloraError(
             f"The base model {base_id} is not on this machine." if base_id else "The adapter names no base model.",

@@ -51,6 +51,7 @@ def export_text_adapter(source: ExportSource, out: Path, *, listener: Listener =
         {
             **adapter_files(matrices, adapted.module, adapted.targets, spec, source.base_id),
             **source.tokenizer_files(),
+            **source.base.rope_file(),
         },
     )
     files[CARD_FILE] = _card(source, kind or "")

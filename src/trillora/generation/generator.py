@@ -155,9 +155,7 @@ class Generator:
         trusted = source.trust_remote_code
         listener(Note(f"Model {source.name}" + (f" with {adapter_folder}" if adapter_folder else "")))
         tokens = recipe.tokens if recipe is not None and with_adapter else None  # the base has no rows for them
-        opened = opened or OpenModel.open(
-            source.name, revision=source.revision, trust_remote_code=trusted, tokens=tokens or ()
-        )
+        opened = opened or OpenModel.of(source, tokens=tokens or (), adapter=adapter_folder)
         if run is not None and not OTHER_MODEL.intersection(given.partition("=")[0] for given in overrides):
             run.check_base(opened)
         spec, matrices = load_adapter(adapter_folder) if adapter_folder else (None, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from trillora.errors import TrilloraError
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig
+    from trillora.recipe.lora import RopeSection
 
 # This module is the only one that lists architectures by name: the structure of a module does not show these limits.
 
@@ -23,6 +25,10 @@ CANNOT_DECODE = {
 # Layers that PEFT refuses as targets: fast kernels of these models read the weight, so an adapter would be ignored.
 REFUSED_BY_PEFT = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), "out_proj")
 
+# Their code computes rotary frequencies itself, and does not read the type.
+HAS_OWN_ROTATION = ("recurrent_gemma",)
+_OF_PLAIN_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+
 
 def refused_by_peft(config: PretrainedConfig, names: Iterable[str]) -> list[str]:
     """The layers that PEFT refuses as targets of LoRA."""
@@ -35,8 +41,26 @@ def why_not_decode(config: PretrainedConfig) -> str | None:
     return CANNOT_DECODE.get(config.get_text_config().model_type)
 
 
-def check_rows(config: PretrainedConfig, sequence_length: int) -> None:
-    """Refuses a model whose tokens see the next ones, and sequences longer than the model's positions."""
+def why_not_scaled(config: PretrainedConfig) -> str | None:
+    """Why `model.rope` cannot scale the positions of a model; None if it can."""
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None)
+    if not parameters or getattr(text, "alibi", False) or text.model_type in HAS_OWN_ROTATION:
+        return "it has no rotary positions that transformers can scale"
+    if "rope_type" not in parameters:
+        return "its kinds of layers have different rotary positions"
+    if (kind := parameters["rope_type"]) != "default":
+        return f"its own config has rotary positions of the type {kind} already"
+    if others := [key for key, value in parameters.items() if value is not None and key not in _OF_PLAIN_ROPE]:
+        return f"its rotary positions have {others[0]}"
+    if not isinstance(getattr(text, "max_position_embeddings", None), int):
+        return "its config does not say for how many positions it was trained (max_position_embeddings)"
+    return None
+
+
+def check_rows(config: PretrainedConfig, sequence_length: int, rope: RopeSection | None = None) -> None:
+    """Refuses a model whose tokens see the next ones, and sequences longer than the model's positions. `rope` is what
+    the recipe says; the config has it already."""
     text = config.get_text_config()
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # "vision": only between images
         raise TrilloraError(
@@ -49,5 +73,14 @@ def check_rows(config: PretrainedConfig, sequence_length: int) -> None:
         raise TrilloraError(
             f"Sequences of {sequence_length} tokens are longer than the {longest} positions this model supports.",
             where="train.sequence_length",
-            do=f"use at most {longest}",
+            do=f"use at most {longest}{_or_scale(config, sequence_length / longest, rope)}",
         )
+
+
+def _or_scale(config: PretrainedConfig, missing: float, rope: RopeSection | None) -> str:
+    """What to write for sequences that are longer by the factor `missing`."""
+    if rope is not None:
+        return f", or set model.rope.factor to {math.ceil(rope.factor * missing)}"
+    if why_not_scaled(config) is not None:
+        return ""
+    return f", or scale the positions: model.rope: {{type: yarn, factor: {math.ceil(missing)}}}"

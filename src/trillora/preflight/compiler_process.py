@@ -127,7 +127,8 @@ class StepSearch:
 
 def answer(question: StepQuestion, listener: Listener) -> StageResult:
     place, listener = find_slice(question.slice), _without_devices(listener)
-    config = load_config(Path(question.model), trust_remote_code=question.trust_remote_code)
+    rope = question.stage.model.rope
+    config = load_config(Path(question.model), trust_remote_code=question.trust_remote_code, rope=rope)
     kept = question.kept.shared() if question.kept else {}
     search = StepSearch(question.stage, config, place, question.num_steps, listener, kept, slowdown=question.slowdown)
     if not question.members:

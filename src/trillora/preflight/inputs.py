@@ -21,6 +21,7 @@ from trillora.events import Listener
 from trillora.files.atomic import write_file
 from trillora.files.cache_dir import with_cache, writing_cache
 from trillora.files.digests import file_digest, text_digest
+from trillora.model.limits import check_rows
 from trillora.model.loading.growth import grow
 from trillora.model.loading.source import find_model, load_config, load_tokenizer
 from trillora.model.loading.stored.method import read_method
@@ -76,7 +77,7 @@ def read_inputs(recipe: Recipe, listener: Listener) -> PreflightInput:
             f"The checkpoint is stored in {method.label} and dequantized while loading: memory and time are those "
             "of an unquantized base."
         )
-    config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
+    config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code, rope=recipe.model.rope)
     tokenizer, tokenizer_notes = _tokenizer(folder, recipe)
     stages = [_stage_input(read_stage(stage, tokenizer, listener)) for stage in stages_of(recipe)]
     warnings = tuple(_warnings(stages, config))
@@ -161,12 +162,13 @@ def _tokenizer(folder: Path, recipe: Recipe) -> tuple[Tokenizer, list[str]]:
 
 
 def _warnings(stages: list[StageInput], config: PretrainedConfig) -> Iterator[str]:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     for stage in stages:
         if stage.padding_warning:
             yield f"Warning{f', stage {stage.name}' if len(stages) > 1 else ''}: {stage.padding_warning}"
-        if limit and stage.sequence_length > limit:
-            yield f"Stage {stage.name} has sequences of {stage.sequence_length} tokens; the model supports {limit}."
+        try:
+            check_rows(config, stage.sequence_length, stage.recipe.model.rope)
+        except TrilloraError as refusal:
+            yield f"Warning, stage {stage.name}: training refuses this. {refusal.what} To do: {refusal.do}."
 
 
 def fingerprint(recipe: Recipe, **question: object) -> str:

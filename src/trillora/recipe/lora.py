@@ -1,4 +1,4 @@
-"""The section `lora` of a recipe: the adapter."""
+"""What a recipe changes about the model: the section `lora`, the adapter, and `model.rope`, its rotary positions."""
 
 from __future__ import annotations
 
@@ -22,6 +22,40 @@ _VARIANTS = (
     "train_tokens",
     "modules_to_save",
 )
+# Rope types of transformers that a recipe cannot have, and why.
+_OTHER_ROPE = {
+    "default": "scales nothing",
+    "dynamic": "changes with the longest text, so training and generation would differ",
+    "ntk": "changes with the longest text, so training and generation would differ",
+    "longrope": "needs a list of factors that belongs to one model",
+    "proportional": "belongs to the models that were trained with it",
+    "axial": "belongs to the models that were trained with it",
+}
+RopeType = Literal["yarn", "linear", "llama3"]
+
+
+class RopeSection(Section):
+    """Rotary positions for rows that are longer than the model was trained for."""
+
+    type: RopeType = Field(
+        default="yarn",
+        description="How frequencies are scaled. yarn: the usual choice. linear: positions divided by the factor. "
+        "llama3: as in Llama 3.1.",
+    )
+    factor: float = Field(
+        gt=1, le=1024, description="Longest rows divided by the model's own limit: 4 means four times as many tokens."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_known_type(cls, value: object) -> object:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and (why := _OTHER_ROPE.get(kind)):
+            raise conflict("type", f"The rope type {kind} {why}.", "use yarn, linear or llama3, or remove model.rope")
+        return value
+
+    def __str__(self) -> str:
+        return f"{self.type}, factor {self.factor:g}"
 
 
 class LoraSection(Section):

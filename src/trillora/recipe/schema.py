@@ -28,7 +28,7 @@ from pydantic import (
 from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.group_section import MAX_ADAPTERS, MergeSection, SweepSection
-from trillora.recipe.lora import LoraSection, TokenText
+from trillora.recipe.lora import LoraSection, RopeSection, TokenText
 from trillora.recipe.losses import LossOptions, check_group, check_losses, with_preference_rate
 from trillora.recipe.section import Auto, Count, Devices, Rate, Section, Sequences, Tokens, as_mapping, conflict, merged
 
@@ -63,6 +63,9 @@ class ModelSection(Section):
     quantize: Auto | Quantize = Field(
         default="none",
         description="Store the frozen linear layers in 8 or 4 bits. auto: only if the model does not fit otherwise.",
+    )
+    rope: RopeSection | None = Field(
+        default=None, description="Scaled rotary positions, for rows longer than the model was trained for."
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code from the model's repository. Enable only for code you have read."

@@ -17,6 +17,7 @@ from trillora.evaluation.result import (
     Example,
     Forgetting,
     Interval,
+    Needle,
     shown_metrics,
 )
 from trillora.evaluation.scores import Scores, is_right
@@ -38,8 +39,28 @@ def show(evaluation: Evaluation, console: Console) -> None:
         console.print(Text.assemble(("Question  ", "bold"), _short(example.prompt)))
         console.print(_answers(example, lines))
     console.print(_Metrics(evaluation, lines).table)
+    if evaluation.needle is not None:
+        console.print(_needle(evaluation.needle, lines))
     if evaluation.gate:
         console.print(_gate(evaluation, lines))
+
+
+def _needle(found: Needle, lines: box.Box) -> Table:
+    """A row for each length, a column for each depth."""
+    sides = "adapter" if found.base is None else "base, adapter"
+    title = f"facts found in long texts ({sides}), {found.num_facts} at each length and depth"
+    table = Table(box=lines, title=Text(title, "dim"), title_justify="left")
+    table.add_column("tokens", justify="right", header_style="bold")
+    for depth in found.depths:
+        table.add_column(f"depth {depth:.0%}", justify="right", header_style="dim")
+    for row, length in enumerate(found.lengths):
+        cells = []
+        for column, after in enumerate(found.adapter[row]):
+            before = None if found.base is None else found.base[row][column]
+            cell = Text("" if before is None else f"{before:.0%}  ", "dim")
+            cells.append(cell.append(f"{after:.0%}", _style(before, after, None, higher_is_better=True)))
+        table.add_row(f"{length:,}", *cells)
+    return table
 
 
 def _answers(example: Example, lines: box.Box) -> Table:

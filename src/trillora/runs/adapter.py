@@ -44,7 +44,7 @@ def adapter_of(
     opened = run.open_base(base)
     data = stages_of(run.recipe)[-1].recipe.data
     adapter = {file: files[file] for file in (ADAPTER_WEIGHTS, ADAPTER_CONFIG)}
-    adapter |= tokenizer_files(opened.tokenizer, opened.folder)
+    adapter |= {**tokenizer_files(opened.tokenizer, opened.folder), **opened.rope_file()}
     if data.chat_template is not None and (template := chat_template(data, opened.tokenizer)) is not None:
         adapter[TEMPLATE_FILE] = template.encode()
     name = f"adapter-step-{step}"

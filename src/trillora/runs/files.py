@@ -35,6 +35,7 @@ EXPORTS = "exports"
 TENSORBOARD = "tensorboard"
 MARKS = (MANIFEST_FILE, METRICS_FILE, HISTORY_FILE, RESOLVED_FILE, RECIPE_FILE)  # a folder with one is a run's
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # in PEFT's format
+ROPE_FILE = "rope.json"  # next to an adapter: the rotary positions that it was trained with
 KEPT_FILE = "adapters.safetensors"  # in a checkpoint of several adapters: arrays called NAME/PARAMETER
 
 

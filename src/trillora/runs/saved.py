@@ -36,6 +36,7 @@ from trillora.runs.files import (
     CHECKPOINTS,
     EXPORTS,
     RECIPE_FILE,
+    ROPE_FILE,
     is_finished,
     is_run,
 )
@@ -170,15 +171,13 @@ class SavedRun:
             )
         return Checkpoints(open_storage(place or str(inside)))
 
-    def open_base(self, base: str | None = None) -> OpenModel:
-        """The base model, or the one that the user named, with the tokens that the recipe adds. It is downloaded if
-        needed."""
+    def open_base(self, base: str | None = None, *, adapter: Path | None = None) -> OpenModel:
+        """The base model, or the one that the user named, with the tokens that the recipe adds, and with the rotary
+        positions of the recipe or of a finished `adapter`. It is downloaded if needed."""
         model, tokens = self.recipe.model, self.recipe.tokens or ()
         if base is not None:
-            return OpenModel.open(base, revision=None, trust_remote_code=False, tokens=tokens)
-        return OpenModel.open(
-            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code, tokens=tokens
-        )
+            model = model.model_copy(update={"name": base, "revision": None, "trust_remote_code": False})
+        return OpenModel.of(model, tokens=tokens, adapter=adapter)
 
     def check_base(self, opened: OpenModel) -> None:
         """An adapter is right only for the weights that it was trained on."""
@@ -215,7 +214,7 @@ def find_adapter(name: str | Path, *, from_hub: bool = False) -> SavedAdapter:
 def _download(name: str) -> Path:
     hub_id, _, revision = name.partition("@")
     wanted = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-    found = download(hub_id, "model", revision=revision or None, allow=wanted)
+    found = download(hub_id, "model", revision=revision or None, allow=(*wanted, ROPE_FILE))
     if missing := [file for file in wanted if not (found / file).is_file()]:
         files = list_files(hub_id, revision or "main") or set()
         pickled = next((file for file in sorted(files) if file.endswith(PICKLE_SUFFIXES)), None)

@@ -33,6 +33,7 @@ from trillora.model.adapters import fitting, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
+from trillora.model.loading.rope import rope_of
 from trillora.model.loading.source import base_name
 from trillora.model.lora import RowsMixed, chosen_layers
 from trillora.recipe.load import load_model_section
@@ -110,6 +111,7 @@ def open_service(
     run = SavedRun.open(folder, overrides) if is_run(folder) else None
     found = {} if only_base else _adapters(run, adapters, listener)
     folders = {name: adapter.folder for name, adapter in found.items()}
+    _check_positions(folders)
     first = next(iter(folders.values()), None)
     generator = Generator.open(
         name,
@@ -172,6 +174,20 @@ def _adapters(run: SavedRun | None, given: Sequence[str], listener: Listener) ->
         if found.setdefault(adapter.name, adapter).folder != adapter.folder:
             raise _same_name(adapter.name, found[adapter.name].folder, adapter.folder)
     return found
+
+
+def _check_positions(folders: dict[str, Path]) -> None:
+    """All adapters of a server share one base."""
+    ropes = {name: rope_of(folder) for name, folder in folders.items()}
+    first = next(iter(ropes), "")
+    for name, rope in ropes.items():
+        if rope != ropes[first]:
+            shown = [f"{each} ({ropes[each] or 'not scaled'})" for each in (first, name)]
+            raise TrilloraError(
+                f"Adapters with different rotary positions cannot share a base: {shown[0]} and {shown[1]}.",
+                where=str(folders[name]),
+                do=f"serve {name} with a server of its own",
+            )
 
 
 def _base_id(model: str) -> str:

@@ -19,6 +19,8 @@ from trillora.files.digests import file_digest, text_digest
 from trillora.model.adapters import CONFIG_FILE, WEIGHTS_FILE, check_shapes, load_adapter, read_head
 from trillora.model.bridge import CausalLM
 from trillora.model.limits import refused_by_peft
+from trillora.model.loading.rope import rope_of
+from trillora.model.loading.source import OpenModel
 from trillora.model.lora import adaptable_layers, chosen_layers, features
 from trillora.model.lora_spec import LayerLora, LoraSpec, TrainedTokens, check_ranks
 from trillora.model.parts.expert_parameters import expert_parameters
@@ -130,19 +132,23 @@ def _check_found(names: dict[str, str]) -> None:
         )
 
 
-def open_start(lora: LoraSection, base_name: str, listener: Listener) -> Start | None:
-    """Reads the adapter that the recipe names. `base_name` is the base model of the run."""
+def open_start(lora: LoraSection, base: OpenModel, listener: Listener) -> Start | None:
+    """Reads the adapter that the recipe names. `base` is the base model of the run."""
     if lora.from_ is None:
         return None
     folder = find_adapter(lora.from_, from_hub=True).folder
     other = read_head(folder).base_name
-    if other != base_name:
+    if other != base.base_name:
         listener(
             Alarm(
                 f"The adapter in lora.from was trained on {other or 'an unnamed base model'}, and this run uses "
-                f"{base_name}. If they are different models, the adapter is useless for this run."
+                f"{base.base_name}. If they are different models, the adapter is useless for this run."
             )
         )
+    if (rope := rope_of(folder)) != base.rope:
+        trained, now = (str(each or "not scaled") for each in (rope, base.rope))
+        what = f"The adapter in lora.from was trained with other rotary positions ({trained}) than this run ({now})."
+        listener(Alarm(f"{what} This run uses its own."))
     digest = text_digest("".join(file_digest(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)))
     return Start(load_adapter(folder)[1], digest, str(folder))
 

@@ -169,7 +169,8 @@ class Results:
         files |= stage.files_with_adapter(self._opened)
         title = run_name if name == ADAPTER else f"{run_name}-{name}"
         part = stage.name if self.entry.kind == "phases" else None
-        card = adapter_card(files[CONFIG_FILE], run.folder.path, name=title, part=part)
+        positions = self._opened.positions
+        card = adapter_card(files[CONFIG_FILE], run.folder.path, name=title, part=part, positions=positions)
         with run.folder.reported(target):
             summed = with_checksums(self._step_of(own), files)
             LocalStorage(folder).write(name, {CARD_FILE: card.encode(), **summed})

@@ -92,13 +92,7 @@ class RunProcess:
         devices = find_devices(wanted.backend, None if wanted.devices == "auto" else wanted.devices)
         small = " and small sizes, because of --tiny" if self._recipe.tiny else ""
         self._listener(Note(f"Model {named.name}{small}"))
-        opened = OpenModel.open(
-            named.name,
-            revision=named.revision,
-            trust_remote_code=named.trust_remote_code,
-            tokens=self._recipe.tokens or (),
-        )
-        return devices, opened
+        return devices, OpenModel.of(named, tokens=self._recipe.tokens or ())
 
     def _start_folder(self, saved: tuple[int, dict[str, bytes]] | None) -> None:
         """Sets the files of the run's folder to the state of the checkpoint."""
@@ -150,12 +144,12 @@ class RunProcess:
         pool.shutdown(wait=False)
         stages = []
         for stage in stages_of(recipe):
-            check_rows(opened.config, stage.recipe.train.sequence_length)
+            check_rows(opened.config, stage.recipe.train.sequence_length, opened.rope)
             stages.append(read_stage(stage, opened.tokenizer, self._listener))
         others = {"tokenizer": tokenizer_digest(opened.tokenizer)}
         for data in stages:
             others |= data.identity()
-        self._start = open_start(self._recipe.lora, opened.base_name, self._listener)
+        self._start = open_start(self._recipe.lora, opened, self._listener)
         if self._start is not None:
             others["lora.from"] = self._start.digest
         return stages, lambda: {"model": weights.result(), **others}

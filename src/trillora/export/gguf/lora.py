@@ -46,6 +46,9 @@ def export_lora_gguf(source: ExportSource, out: Path, *, listener: Listener = ig
 
 def lora_values(source: ExportSource) -> tuple[dict[str, Value], float]:
     """The header, and the alpha in it, which every layer is scaled by."""
+    if (rope := source.base.rope) is not None:
+        reason = f"it was trained with scaled rotary positions ({rope}), for which such a file has no place"
+        raise _refused(source, reason)
     alpha = scale_of(source.spec, "", source.spec.rank) * source.spec.rank
     values: dict[str, Value] = {
         "general.architecture": family_of(source.base.config).arch,
@@ -79,11 +82,15 @@ def _check(source: ExportSource, config: PretrainedConfig) -> None:
     elif config.tie_word_embeddings and any(name.startswith("lm_head.") for name in source.matrices):
         reason = "it changes the head alone, which is the embedding too in this model"
     if reason:
-        raise TrilloraError(
-            f"This adapter cannot be a LoRA file of llama.cpp: {reason}.",
-            where=str(source.adapter),
-            do="use --to gguf, which merges the adapter into the base model",
-        )
+        raise _refused(source, reason)
+
+
+def _refused(source: ExportSource, reason: str) -> TrilloraError:
+    return TrilloraError(
+        f"This adapter cannot be a LoRA file of llama.cpp: {reason}.",
+        where=str(source.adapter),
+        do="use --to gguf, which merges the adapter into the base model",
+    )
 
 
 def _tensors(source: ExportSource, family: Family, config: PretrainedConfig, alpha: float) -> list[FileTensor]:

@@ -85,7 +85,7 @@ def _check(parameters: Mapping[str, object], known: tuple[str, ...]) -> str:
 def _unknown(what: str) -> TrilloraError:
     return TrilloraError(
         f"This model cannot be written as GGUF: it has {what}, which llama.cpp does not have for this family.",
-        where="rope_parameters in config.json of the base model",
+        where="rope_parameters in config.json of the base model, or model.rope of the run",
         do="use --to merged, which writes the model for transformers and vLLM",
     )
 

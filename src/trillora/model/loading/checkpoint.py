@@ -72,6 +72,7 @@ class Checkpoint:
         with fitting(spec.file or base.base_name):
             model = CausalLM(base.config, ModelOptions(scan=False, remat="none", trust_remote_code=trusted), lora=spec)
         self._model, self._module, self.folder = model, model.module, base.folder
+        self.positions = base.positions
         self.tensors = unquantized(read_headers(base.folder), read_method(base.folder))
         known, _ = match_names(self.tensors, self._module)
         self.parameters = {source.name: name for name, source in known.items() if isinstance(source, Stored)}

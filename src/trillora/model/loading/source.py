@@ -33,10 +33,12 @@ from trillora.model.loading.description import (
 )
 from trillora.model.loading.embedded import SMOLLM2_HUB_ID, smollm2_folder
 from trillora.model.loading.growth import grow
+from trillora.model.loading.rope import ScaledPositions, rope_of, scale_positions
 from trillora.model.loading.stored.method import read_method
 from trillora.model.loading.tensor_files import stored_shapes
 from trillora.model.loading.wrapper import has_own_head, is_wrapper, multimodal_class, text_class
-from trillora.recipe.schema import EMBEDDED
+from trillora.recipe.lora import RopeSection
+from trillora.recipe.schema import EMBEDDED, ModelSection
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig, Tokenizer
@@ -58,18 +60,47 @@ class OpenModel:
     config: PretrainedConfig
     tokenizer: Tokenizer
     base_name: str  # loads the same model in PEFT and transformers: a hub id or the path of a folder
+    rope: RopeSection | None = None  # how `config` scales the positions
 
     @classmethod
-    def open(cls, name: str, *, revision: str | None, trust_remote_code: bool, tokens: Sequence[str] = ()) -> OpenModel:
-        """`tokens` are added to the tokenizer."""
+    def open(
+        cls,
+        name: str,
+        *,
+        revision: str | None,
+        trust_remote_code: bool,
+        tokens: Sequence[str] = (),
+        rope: RopeSection | None = None,
+    ) -> OpenModel:
+        """`tokens` are added to the tokenizer; `rope` scales the positions."""
         folder = find_model(name, revision=revision, trust_remote_code=trust_remote_code)
-        config = load_config(folder, trust_remote_code=trust_remote_code)
+        config = load_config(folder, trust_remote_code=trust_remote_code, rope=rope)
         files = weight_files(folder)
         check_weights(config, stored_shapes(files), str(folder / CONFIG_FILE))
         is_tied = getattr(config, "tie_word_embeddings", False)  # some wrappers do not have it
         if is_wrapper(config) and is_tied and has_own_head(config, files):
             config.tie_word_embeddings = False
-        return cls(folder, config, load_tokenizer(folder, tokens), base_name(name))
+        return cls(folder, config, load_tokenizer(folder, tokens), base_name(name), rope)
+
+    @classmethod
+    def of(cls, model: ModelSection, *, tokens: Sequence[str] = (), adapter: Path | None = None) -> OpenModel:
+        """The model of a recipe. A finished `adapter` may say how its positions are scaled."""
+        return cls.open(
+            model.name,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            tokens=tokens,
+            rope=rope_of(adapter, model.rope),
+        )
+
+    @property
+    def positions(self) -> ScaledPositions | None:
+        """How the positions are scaled."""
+        return None if self.rope is None else ScaledPositions.of(self.config)
+
+    def rope_file(self) -> dict[str, bytes]:
+        """The file next to an adapter that says how the positions are scaled, by its name; empty if they are not."""
+        return {} if self.positions is None else self.positions.file()
 
 
 def base_name(name: str) -> str:
@@ -101,9 +132,9 @@ def find_model(
     return _from_hub(name, revision, trust_remote_code, with_weights)
 
 
-def load_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+def load_config(folder: Path, trust_remote_code: bool = False, rope: RopeSection | None = None) -> PretrainedConfig:
     """Returns the transformers config of a causal language model, or of a multimodal model that contains one; other
-    models raise an error that names them."""
+    models raise an error that names them. `rope` scales its positions."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -151,6 +182,8 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
         )
     if not own_code and hasattr(config, "auto_map"):
         del config.auto_map  # otherwise building the model with trust_remote_code would run the code it names
+    if rope is not None:
+        scale_positions(config, rope, where)
     return config
 
 

@@ -139,7 +139,7 @@ def _num_tokens(generator: Generator, prompt: Prompt) -> int:
 
 
 def num_fitting(num_tokens: Callable[[int], int], room: int) -> int:
-    """How many sentences fit into `room` tokens. `num_tokens` gives the tokens of a prompt with so many sentences: a
+    """How many sentences fit into `room` tokens. `num_tokens` gives the tokens of a prompt with a number of sentences: a
     long one is tokenized only a few times."""
     least = num_tokens(0)
     if least > room:

@@ -28,6 +28,7 @@ from trillora.events import (
     Event,
     Note,
     Progress,
+    Recorded,
     Sample,
     Sampled,
     Saved,
@@ -95,6 +96,7 @@ EVENTS: list[Event] = [
     Progress(HOSTILE, 1, 2),
     Sampled(6, HOSTILE, (Sample(HOSTILE, HOSTILE, HOSTILE),) * 9),
     Saved(6, HOSTILE, math.nan),
+    Recorded(6),
     step(7, stage=HOSTILE),
     AdaptersStarted("phases", (HOSTILE, "code")),
     AdapterStep(8, HOSTILE, 1.5, 1e-4, math.nan, False, 100),
@@ -327,7 +329,7 @@ def test_a_terminal_without_a_cursor_gets_lines() -> None:
 
 @pytest.mark.parametrize("width", [0, 20, 80, 120])  # 0 is a log
 def test_no_event_raises(width: int, progress_at_once: None) -> None:
-    assert {type(event) for event in EVENTS} == set(get_args(Event)) and len(get_args(Event)) == 13
+    assert {type(event) for event in EVENTS} == set(get_args(Event)) and len(get_args(Event)) == 14
     for event in EVENTS:
         out = io.StringIO()
         console = terminal(out, width) if width else Console(file=out)

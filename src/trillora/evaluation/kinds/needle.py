@@ -139,8 +139,8 @@ def _num_tokens(generator: Generator, prompt: Prompt) -> int:
 
 
 def num_fitting(num_tokens: Callable[[int], int], room: int) -> int:
-    """How many sentences fit into `room` tokens. `num_tokens` gives the tokens of a prompt with some sentences: a long one
-    is tokenized only a few times."""
+    """How many sentences fit into `room` tokens. `num_tokens` counts the tokens of a prompt with some sentences; it is
+    called only a few times."""
     least = num_tokens(0)
     if least > room:
         what = f"A prompt without filler text and its answer have {least + MAX_ANSWER} tokens already."

@@ -69,6 +69,11 @@ def run(folder: Path) -> Path:
     return trained(folder, "run", YARN)
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Path:
+    return trained(folder, "plain", {}, sequence_length=TRAINED)
+
+
 def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(5, 200, (2, 90))
 
@@ -187,8 +192,8 @@ def test_a_certified_export_has_the_scaling(certified: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("defect", ["missing", "factor", "added"])
-def test_a_wrong_rope_file_is_no_adapter_of_the_run(defect: str, certified: Path, tmp_path: Path) -> None:
-    shutil.copytree(certified, tmp_path / "run")
+def test_a_wrong_rope_file_is_no_adapter_of_the_run(defect: str, certified: Path, plain: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain if defect == "added" else certified, tmp_path / "run")
     adapter = tmp_path / "run" / "adapter"
     file = adapter / "rope.json"
     match defect:
@@ -200,18 +205,14 @@ def test_a_wrong_rope_file_is_no_adapter_of_the_run(defect: str, certified: Path
         case "factor":
             file.write_text(file.read_text().replace("4.0", "2.0"))
         case "added":
-            recipe = tmp_path / "run" / "recipe.json"
-            content = json.loads(recipe.read_text())
-            content["recipe"]["model"]["rope"] = None
-            recipe.write_text(json.dumps(content))
+            file.write_bytes((certified / "adapter" / "rope.json").read_bytes())
     seal(adapter)
     certificate = certify(tmp_path / "run")
     failed = [check.what for check in certificate.failed if check.part == "contents"]
     assert any("rope.json" in what for what in failed), shown(certificate)
 
 
-def test_adapters_with_other_positions_are_not_mixed(folder: Path, run: Path, tmp_path: Path) -> None:
-    plain = trained(folder, "plain", {}, sequence_length=TRAINED)
+def test_adapters_with_other_positions_are_not_mixed(folder: Path, run: Path, plain: Path, tmp_path: Path) -> None:
     assert not (plain / "adapter" / "rope.json").exists()
     with pytest.raises(TrilloraError, match=r"yarn, factor 4 and not scaled") as caught:
         merge_adapters([run, plain], MergeOptions("linear"), tmp_path / "merged")

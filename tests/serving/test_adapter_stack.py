@@ -323,7 +323,7 @@ def test_what_cannot_share_a_batch_takes_turns_and_is_named(
     names, notes = ("one", "two", "dora"), list[str]()
 
     def mixed(*args: object) -> jax.Array:
-        raise RowsMixed("The rows are mixed.")
+        raise RowsMixed("The rows are mixed.", do="use one adapter at a time")
 
     if not can_share:
         monkeypatch.setattr(lora, "own_ranks", mixed)

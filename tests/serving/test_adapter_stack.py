@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,33 +98,43 @@ def test_logits_of_mixed_rows_equal_each_adapter_alone(name: str) -> None:
     """Six rows use three adapters and the base; then two rows, fewer than there are adapters."""
     generator, _ = tiny_generator(name)
     (model, stack), adapters, base = stack_of(name), adapters_of(name), generator.base
-    decoder, prompts = Decoder(model), np.array(random_prompts([9] * 6), np.int32)
-    starts, slots, tokens = jnp.zeros(6, jnp.int32), jnp.full(6, 9), jnp.asarray(prompts[:, 0])
-    zero = {key: jnp.zeros_like(array) for key, array in adapters[0][2].items()}
+    prompts = jnp.asarray(random_prompts([9] * 6), jnp.int32)
+    zero = jax.tree.map(jnp.zeros_like, adapters[0][2])
     alone = [(adapters[0][1], zero), *((own, tree) for _, own, tree in adapters)]
-    found: dict[int, tuple[jax.Array, Any, jax.Array]] = {}
-    for number, (own, tree) in enumerate(alone):
-        logits, cache = Decoder(own).prefill(base, tree, jnp.asarray(prompts), starts, 16)
-        found[number] = logits, cache, Decoder(own).decode(base, tree, cache, tokens, slots, starts, 16)[0]
+    found = [two_steps(own)(base, tree, prompts, jnp.zeros(6, jnp.int32)) for own, tree in alone]
+    mixed = two_steps(model, num_adapters=4)
     for numbers in ([3, 0, 1, 2, 1, 0], [2, 3]):
-        rows, numbers_B = len(numbers), jnp.asarray(numbers, jnp.int32)
-        first, caches = [], []
-        for row, number in enumerate(numbers):
-            own, chosen = chosen_by(numbers_B[row : row + 1], stack, 4)
-            assert chosen is None
-            logits, cache = decoder.prefill(base, own, jnp.asarray(prompts[row : row + 1]), starts[:1], 16)
-            first.append(logits)
-            caches.append(jax.tree.map(lambda a, b=row: a[b], found[number][1]))
-            assert jax.tree.map(jnp.shape, cache) == jax.tree.map(lambda a: (1, *a.shape), caches[-1])
-        expected = [jnp.stack([found[number][i][row] for row, number in enumerate(numbers)]) for i in (0, 2)]
-        own, chosen = chosen_by(numbers_B, stack, 4)
-        assert chosen is not None and chosen.num_adapters == min(rows, 4)
-        joined = jax.tree.map(lambda *arrays: jnp.stack(arrays), *caches)
-        second, _ = decoder.decode(base, own, joined, tokens[:rows], slots[:rows], starts[:rows], 16, chosen)
-        for logits, reference in ((jnp.concatenate(first), expected[0]), (second, expected[1])):
-            assert np.abs(logits - reference).max() < LOGITS * np.abs(reference).max()
-    different = [np.abs(found[i][2] - found[j][2]).max() for i in range(4) for j in range(i)]
-    assert min(different) > 100 * LOGITS * np.abs(found[0][2]).max()
+        ours = mixed(base, stack, prompts[: len(numbers)], jnp.asarray(numbers, jnp.int32))
+        for step in range(2):
+            expected = np.stack([found[number][step][row] for row, number in enumerate(numbers)])
+            assert np.abs(ours[step] - expected).max() < LOGITS * np.abs(expected).max()
+    different = [np.abs(found[i][1] - found[j][1]).max() for i in range(4) for j in range(i)]
+    assert min(different) > 100 * LOGITS * np.abs(found[0][1]).max()
+
+
+def two_steps(model: CausalLM, num_adapters: int = 1) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Logits after prompts of 9 tokens and after one token more. A prompt is read by itself, as by a server."""
+    decoder = Decoder(model)
+
+    @jax.jit
+    def read(base: Tree, adapter: Tree, prompt: jax.Array, number: jax.Array) -> Any:
+        own, chosen = chosen_by(number, adapter, num_adapters)
+        assert chosen is None
+        return decoder.prefill(base, own, prompt, jnp.zeros(1, jnp.int32), 16)
+
+    @jax.jit
+    def step(base: Tree, adapter: Tree, cache: Any, tokens: jax.Array, numbers: jax.Array) -> jax.Array:
+        own, chosen = chosen_by(numbers, adapter, num_adapters)
+        assert chosen is None if num_adapters == 1 else chosen.num_adapters == min(len(tokens), num_adapters)
+        starts = jnp.zeros(len(tokens), jnp.int32)
+        return decoder.decode(base, own, cache, tokens, starts + 9, starts, 16, chosen)[0]
+
+    def steps(base: Tree, adapter: Tree, prompts: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = [read(base, adapter, prompts[b : b + 1], numbers[b : b + 1]) for b in range(len(prompts))]
+        first, cache = jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
+        return first, step(base, adapter, cache, prompts[:, 0], numbers)
+
+    return steps
 
 
 def test_mixed_rows_on_a_mesh_equal_one_device() -> None:
@@ -137,15 +147,7 @@ def test_mixed_rows_on_a_mesh_equal_one_device() -> None:
         options = ModelOptions(scan=False, remat="none", mesh=mesh)
         model = CausalLM(tiny_models.configuration("llama", NUM_LAYERS), options, lora=covering(read))
         base, stack = jax.device_put(generator.base, weight_shardings(model, mesh)), place_stack(read, model, mesh)
-
-        def mixed(base: Tree, stack: Tree) -> jax.Array:
-            decoder, starts = Decoder(model), jnp.zeros(5, jnp.int32)
-            own, _ = chosen_by(jnp.ones(1, jnp.int32), stack, 4)
-            _, cache = decoder.prefill(base, own, prompts, starts, 16)
-            own, chosen = chosen_by(numbers, stack, 4)
-            return decoder.decode(base, own, cache, prompts[:, 0], starts + 9, starts, 16, chosen)[0]
-
-        return np.asarray(jax.jit(mixed)(base, stack))
+        return np.asarray(two_steps(model, num_adapters=4)(base, stack, prompts, numbers)[1])
 
     one, two = (logits(make_mesh(jax.devices()[:n], MeshShape(tensor=n))) for n in (1, 2))
     assert np.abs(one - two).max() < LOGITS * np.abs(one).max()
@@ -226,18 +228,11 @@ def test_an_adapter_that_overflows_fails_alone() -> None:
     read = [ReadAdapter("large", Path("large"), large.spec, matrices, large.layers), adapters_of("llama")[1][0]]
     model = generator.model.with_lora(covering(read))
     stack, prompts = place_stack(read, model, generator.mesh), jnp.asarray(random_prompts([9] * 3), jnp.int32)
-    starts, slots = jnp.zeros(3, jnp.int32), jnp.full(3, 9)
-    _, cache = Decoder(model).prefill(
-        generator.base, chosen_by(jnp.zeros(1, jnp.int32), stack, 3)[0], prompts, starts, 16
-    )
-
-    def logits(numbers: list[int]) -> jax.Array:
-        own, chosen = chosen_by(jnp.asarray(numbers), stack, 3)
-        return Decoder(model).decode(generator.base, own, cache, prompts[:, 0], slots, starts, 16, chosen)[0]
-
-    mixed, calm = logits([0, 1, 2]), logits([0, 0, 2])
-    assert not np.isfinite(mixed[1]).all()
-    assert np.array_equal(mixed[0], calm[0]) and np.array_equal(mixed[2], calm[2])
+    steps = two_steps(model, num_adapters=3)
+    mixed, calm = (steps(generator.base, stack, prompts, jnp.asarray(n, jnp.int32)) for n in ([0, 1, 2], [0, 0, 2]))
+    for step in range(2):
+        assert not np.isfinite(mixed[step][1]).all()
+        assert np.array_equal(mixed[step][::2], calm[step][::2])
 
 
 def test_only_plain_lora_shares_a_batch() -> None:
@@ -323,7 +318,7 @@ def test_what_cannot_share_a_batch_takes_turns_and_is_named(
     names, notes = ("one", "two", "dora"), list[str]()
 
     def mixed(*args: object) -> jax.Array:
-        raise RowsMixed("The rows are mixed.")
+        raise RowsMixed("The rows are mixed.", do="use one adapter at a time")
 
     if not can_share:
         monkeypatch.setattr(lora, "own_ranks", mixed)

@@ -77,7 +77,7 @@ def why_alone(adapter: ReadAdapter, linear: Collection[str]) -> str:
     if any(name not in linear for name in adapter.layers):
         return "it adapts more than linear layers"
     for name, layer in adapter.layers.items():
-        if spec.scale_of(layer) * float(np.abs(adapter.matrices[name + LORA_B.suffix]).max()) >= LARGEST:
+        if spec.scale_of(layer) * float(np.abs(adapter.matrices[name + LORA_B.suffix]).max(initial=0.0)) >= LARGEST:
             return f"its matrices of {name} are too large"
     return ""
 

@@ -57,7 +57,7 @@ train: {sequence_length: 512, batch_size: 8, optimizer: adamw, learning_rate: 2.
 
 def test_every_option_has_a_line_of_effect_and_a_way_to_be_named() -> None:
     known = options()
-    assert len(known) == 214
+    assert len(known) == 222
     for option in known.values():
         assert option.effect.endswith("."), option.path
         assert option.expected, option.path

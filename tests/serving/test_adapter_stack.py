@@ -189,7 +189,7 @@ def start(engine: Engine, model: str, prompt: Sequence[int], max_tokens: int, **
 def tokens_of(started: Started) -> list[int]:
     tokens: list[int] = []
     while True:
-        piece = started[1].get(timeout=60)
+        piece = started[1].get(timeout=300)
         assert piece.error is None
         tokens += [chosen.token for chosen in piece.chosen]
         if piece.is_last:

@@ -496,7 +496,7 @@ def test_smollm2_is_served_with_the_answers_of_the_generator() -> None:
 def test_caches_that_do_not_fit_into_memory_are_refused_with_figures(
     running: Running, generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = running.service.models["one"].programs
+    programs = running.service.engine._lanes[0].programs
     one_row = programs.num_bytes(BatchShape(1, 256))
     assert 0.9 < programs.num_bytes(BatchShape(4, 256)) / (4 * one_row) < 1.1
     monkeypatch.setattr(served, "memory_limit", lambda devices: 10 * one_row)  # two copies of 4 rows, and a margin

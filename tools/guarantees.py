@@ -313,10 +313,9 @@ EVIDENCE = (
         "quickstart and recipes",
         EVERY_CHANGE,
         "whole runs of the real embedded model: every command of the first ten minutes, from a clone (the quickstart "
-        "with its scores) and from the wheel alone; `--tiny` of four recipes, with fewer steps, on held-out rows; SFT "
-        "and DPO against their control, on held-out pairs",
+        "with its scores) and from the wheel alone; `--tiny` of four recipes, with fewer steps, on held-out rows",
         ("test_first_ten_minutes.py::", "test_scores.py::"),
-        least=8,
+        least=7,
     ),
     Guarantee(
         "ready notebooks",

@@ -1,5 +1,5 @@
-"""Whole runs of the real embedded model reach their scores: --tiny of the recipes, and a run with preferences.
-test_first_ten_minutes.py has the quickstart.
+"""Whole runs of the real embedded model reach their scores: --tiny of the recipes. test_first_ten_minutes.py has the
+quickstart.
 
 Each run is a process with XLA's optimizations and without the settings of conftest.py. A threshold is below what was
 measured on x86-64 and on ARM, and far above what the base or a guess has; `make recipes` trains all steps.
@@ -63,18 +63,3 @@ def test_the_tiny_run_of_each_recipe_learns(name: str, tmp_path: Path, record_pr
     record_property(name, text)
     assert len(losses) == num_parts
     assert all(found[-1] < limit * found[0] for found in losses.values()), text
-
-
-def test_dpo_learns_which_reply_is_better_and_its_control_does_not(tmp_path: Path, record_property: Any) -> None:
-    """On pairs that are not trained: the share whose chosen reply gained more than the rejected one. The control takes
-    the same steps on the chosen replies, with SFT. The start has a half by definition."""
-    right: dict[str, float] = {}
-    for name, loss in {"dpo": (), "control": ("stages.1.loss=[dpo, sft]", "stages.1.loss_weights=[0, 1]")}.items():
-        fewer = ("hardware.backend=cpu", "stages.0.steps=12", "stages.1.steps=4", "evaluate.num_samples=0")
-        run = tmp_path / name
-        trillora("train", str(RECIPES / "short-replies.yaml"), *loss, *fewer, "--out", str(run), "--json")
-        found = [line["preferences"] for line in tiny_run.metrics(run) if line["kind"] == "evaluation"]
-        assert found[0]["rewards_accuracies"] == 0.5 and found[-1]["pairs"] == 40
-        right[name] = found[-1]["rewards_accuracies"]
-    record_property("pairs right", ", ".join(f"{name} {share:.0%}" for name, share in right.items()))
-    assert right["dpo"] >= 0.9 and right["control"] <= 0.75

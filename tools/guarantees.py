@@ -346,6 +346,13 @@ EVIDENCE = (
         least=150,
     ),
     Guarantee(
+        "adapters in one batch",
+        EVERY_CHANGE,
+        "served rows that use different adapters: logits and tokens of each one alone, over architectures and meshes",
+        ("test_adapter_stack.py::",),
+        least=20,
+    ),
+    Guarantee(
         "golden losses",
         EVERY_CHANGE,
         "recorded losses of this backend, and a resumed run bit for bit, with XLA's optimizations",

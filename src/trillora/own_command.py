@@ -19,6 +19,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from trillora.safe_text import seen_from_here
+
 # A command starts a line or follows a blank, a quotation mark or a bracket; a lower-case word or an option follows.
 _TRILLORA = re.compile(r"(?<![^\s`'\"(])trillora(?= (?:--)?[a-z])")
 _PIP = re.compile(r"(?<![^\s`'\"(])(?<!uv )(?<!-m )pip ((?:un)?install)\b")
@@ -61,8 +63,4 @@ def _is_on_path(program: Path) -> bool:
 
 def _shown(program: Path) -> str:
     """Relative to the working folder if it is inside it: shorter, and right after a move of the folder."""
-    try:
-        here = os.path.join(os.getcwd(), "")
-        return shlex.quote(os.path.abspath(program).removeprefix(here))
-    except OSError:  # the working folder was removed
-        return shlex.quote(str(program))
+    return shlex.quote(seen_from_here(os.path.abspath(program)))

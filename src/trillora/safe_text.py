@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 
 _SAFE = "\n\t\u200c\u200d"  # the two joiners are part of letters and emoji
@@ -26,3 +27,11 @@ def visible(text: str) -> str:
 def visible_line(text: str) -> str:
     """As `visible`, with newlines and tabs as escapes too."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def seen_from_here(path: str) -> str:
+    """An absolute path relative to the working directory if it is inside it; any other text as it is."""
+    try:
+        return path.removeprefix(os.path.join(os.getcwd(), ""))
+    except OSError:  # the working directory was removed
+        return path

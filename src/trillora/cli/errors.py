@@ -19,7 +19,7 @@ import trillora
 from trillora.errors import Bug, TrilloraError, as_error, nearest
 from trillora.own_command import runnable
 from trillora.report.output import closed_pipe_safe, guarded_output
-from trillora.safe_text import visible
+from trillora.safe_text import seen_from_here, visible
 from trillora.secrets import mask_message, secrets_of_url
 
 EXIT_MISTAKE = 2
@@ -98,6 +98,7 @@ def _errors_as_text(ctx: Any) -> Iterator[None]:
             raise  # the reader of the output is gone; typer exits silently
         else:
             shown = as_error(error)
+        shown.where = shown.where and seen_from_here(shown.where)
         shown.do = runnable(shown.do)
         if ctx.meta.get(TRACEBACK) or os.environ.get("TRILLORA_TRACEBACK", "0") not in ("", "0"):
             _print_error("".join(traceback.format_exception(error)).rstrip(), ctx)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 
 from trillora.data.lengths import MOST_GOOD, Bin, LabelFacts, Lengths, PairFacts
 from trillora.data.prepare import DataProblem, reason_of
 from trillora.data.summary import DataReport, DataVerdict, ExampleFacts
 from trillora.report.numbers import format_count
-from trillora.safe_text import visible
+from trillora.safe_text import seen_from_here, visible
 
 
 def say_verdict(report: DataReport) -> DataVerdict:
@@ -171,8 +170,7 @@ def say_bin(bin: Bin) -> str:
 
 def nearby(path: str) -> str:
     """A path relative to the working directory if it is inside, safe to print."""
-    inside = os.path.isabs(path) and path.startswith(os.getcwd() + os.sep)
-    return visible(os.path.relpath(path) if inside else path).replace("\n", "\\n")
+    return visible(seen_from_here(path)).replace("\n", "\\n")
 
 
 def nearby_first(note: str) -> str:

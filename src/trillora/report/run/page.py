@@ -35,7 +35,7 @@ from trillora.report.run.curves.several_adapters import adapter_curves, hues_of
 from trillora.report.run.eval_scores import eval_scores
 from trillora.report.run.parse import count, words
 from trillora.report.run.read import RunRecord
-from trillora.report.run.status import before_and_after, quoted, run_status, seen_from_here, total_seconds
+from trillora.report.run.status import before_and_after, quoted, run_status, shown_path, total_seconds
 from trillora.runs.files import ADAPTER, CHECKPOINTS
 from trillora.runs.manifest import DataFileFacts, StageRecord
 from trillora.secrets import mask_secrets, secrets_of_environment
@@ -94,7 +94,7 @@ def page(run: RunRecord) -> str:
         most=MAX_LISTED,
         moment=TIME_FORMAT,
         version=f"Trillora {run.manifest.trillora}".rstrip(),
-        folder=seen_from_here(run.folder),
+        folder=shown_path(run.folder),
     )
 
 

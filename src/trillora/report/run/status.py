@@ -16,6 +16,7 @@ from trillora.report.run.answers import answers_in_words
 from trillora.report.run.delivered import adapter_in_words, step_of_adapter
 from trillora.report.run.read import RunRecord
 from trillora.runs.files import ADAPTER
+from trillora.safe_text import seen_from_here
 from trillora.secrets import mask_secrets, secrets_of_environment
 
 
@@ -138,13 +139,10 @@ def total_seconds(steps: list[Step]) -> float:
     return total + last
 
 
-def seen_from_here(path: Path) -> str:
-    """The path, relative to the working directory if it is inside it."""
-    whole, here = os.path.abspath(path), os.getcwd()
-    shown = os.path.relpath(whole, here) if whole.startswith(here + os.sep) else whole
-    return mask_secrets(shown, secrets_of_environment())
+def shown_path(path: Path) -> str:
+    return mask_secrets(seen_from_here(os.path.abspath(path)), secrets_of_environment())
 
 
 def quoted(path: Path) -> str:
     """A path for the command line."""
-    return shlex.quote(seen_from_here(path))
+    return shlex.quote(shown_path(path))

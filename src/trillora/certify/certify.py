@@ -56,7 +56,6 @@ from trillora.certify.weights.checks import (
     check_lora_gguf,
     check_merged,
     planned_gguf,
-    source_of,
     tensors_of,
 )
 from trillora.certify.weights.rounded_model import write_float32_copy, write_rounded
@@ -295,7 +294,7 @@ def check_reader(subject: Subject, logits: tuple[PromptLogits, ...]) -> Iterator
 
 def _read_lora(subject: Subject, prompts: Sequence[Sequence[int]]) -> Reading:
     """llama.cpp adds the adapter to the base, which is written as GGUF in float32 for this."""
-    source = source_of(subject)
+    source = subject.source
     nothing = {name: array * (not name.endswith(LORA_B.suffix)) for name, array in source.matrices.items()}
     with tempfile.TemporaryDirectory() as folder:
         base = export_gguf(dataclasses.replace(source, matrices=nothing), Path(folder) / "base", type="f32")

@@ -22,12 +22,11 @@ import numpy as np
 from trillora.certify.certificate import FILE, PAGE, Check, FileFacts
 from trillora.certify.gguf_file import GgufFile
 from trillora.certify.subject import Subject
-from trillora.certify.weights.checks import expected_of, source_of, stored_dtype, tensors_of
+from trillora.certify.weights.checks import expected_of, stored_dtype, tensors_of
 from trillora.export.gguf.lora import lora_values
 from trillora.export.merged import other_files
 from trillora.export.merged_weights import MergedWeights
 from trillora.export.ollama import MODELFILE, write_modelfile
-from trillora.export.prompts import prompts_of
 from trillora.files.bounded import read_bounded
 from trillora.files.read_json import parse_json
 from trillora.files.storage import MARK
@@ -77,7 +76,7 @@ _OPTIONAL = ("special_tokens_map.json", "added_tokens.json")  # transformers doe
 
 
 def expected_files(subject: Subject) -> dict[str, bytes]:
-    source = source_of(subject)
+    source = subject.source
     if subject.kind == "merged":
         return other_files(
             source, MergedWeights(source), stored_dtype(expected_of(subject), tensors_of(subject.folder))
@@ -230,15 +229,15 @@ def _changed(own: object, wanted: object) -> str:
 
 def check_lora_header(subject: Subject, model: GgufFile) -> Iterator[Check]:
     alpha = "adapter.lora.alpha"  # counts with the arrays
-    headers = (model.header(), lora_values(source_of(subject))[0])
+    headers = (model.header(), lora_values(subject.source)[0])
     found, wanted = ({key: value for key, value in each.items() if key != alpha} for each in headers)
     yield from check_header(found, wanted)
 
 
 def check_modelfile_text(subject: Subject, gguf: str) -> Iterator[Check]:
     """Ollama's Modelfile, instruction by instruction."""
-    source = source_of(subject)
-    wanted = instructions(write_modelfile(source, prompts_of(source), gguf))
+    source = subject.source
+    wanted = instructions(write_modelfile(source, gguf))
     own = instructions(read_bounded(subject.folder / MODELFILE, MAX_BYTES).decode("utf-8", errors="replace"))
     if own == wanted:
         yield Check("contents", "Modelfile", "ok", f"{len(own)} instructions are as exported.", 0, 0)

@@ -29,6 +29,7 @@ from trillora.certify.certificate import Kind
 from trillora.data.open import chat_template
 from trillora.data.rendering.render import TEMPLATE_DATE
 from trillora.errors import TrilloraError
+from trillora.export.source import TOKENIZER_FILE, ExportSource
 from trillora.files.digests import json_digest
 from trillora.files.read_json import parse_json, read_json, read_text
 from trillora.files.storage import MARK
@@ -193,6 +194,26 @@ class Subject:
             what = "It is not known which adapter this was made from."
             raise NotHere(what, where=str(self.folder), do="name the run or the adapter: --run RUN")
         return Trained(*load_adapter(self.adapter), "the adapter's own file", False)
+
+    @cached_property
+    def source(self) -> ExportSource:
+        """What was trained, as an export would read it. Tokenizer and template come from the base and the run where
+        these are known, not from the adapter's folder."""
+        trained, base = self.trained, self.opened
+        has_tokenizer = self.adapter is not None and (self.adapter / TOKENIZER_FILE).is_file()
+        return ExportSource(
+            name=self.name,
+            run=None if self.run is None else self.run.folder,
+            adapter=self.adapter or self.folder,
+            base=base,
+            base_id=self.base_id or base.base_name,
+            spec=trained.spec,
+            matrices=trained.matrices,
+            recipe=self.recipe,
+            notes=(),
+            own_template=self.template,
+            tokenizer_folder=self.adapter if self.run is None and has_tokenizer else None,
+        )
 
     @property
     def _is_merge(self) -> bool:

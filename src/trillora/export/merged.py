@@ -24,7 +24,6 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.export.carried import Rounding, check_carries
 from trillora.export.merged_weights import MergedWeights
-from trillora.export.prompts import prompts_of
 from trillora.export.safetensors_file import PlannedTensor, write_tensors
 from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
@@ -199,7 +198,7 @@ def other_files(source: ExportSource, weights: MergedWeights, dtype: str | None)
 def _generation_config(source: ExportSource) -> bytes | None:
     """The base's generation_config.json with the token that ends an answer in training, or else generation would go
     past the end. None if the base's files stop there already."""
-    base, prompts = source.base, prompts_of(source)
+    base, prompts = source.base, source.prompts
     known = sorted(stop_tokens(base.folder, base.config))
     eos = base.tokenizer.eos_token_id
     wanted = [*prompts.template_stops] or ([eos] if eos is not None else [])

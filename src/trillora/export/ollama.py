@@ -22,7 +22,6 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, ignore_events
 from trillora.export.gguf.write import write_model
 from trillora.export.merged import writing
-from trillora.export.prompts import adds_bos, prompts_of
 from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
 from trillora.generation.prompts import Prompts
@@ -77,8 +76,7 @@ class Turns:
 
 def export_ollama(source: ExportSource, out: Path, *, type: str, listener: Listener = ignore_events) -> Exported:
     """Writes the merged model and its Modelfile to the new folder `out`."""
-    prompts = prompts_of(source)
-    modelfile = write_modelfile(source, prompts, f"model-{type}.gguf")
+    modelfile = write_modelfile(source, f"model-{type}.gguf")
     with writing(out), new_folder(out) as folder:
         name, notes = write_model(source, folder, type=type, listener=listener)
         (folder / MODELFILE).write_text(modelfile, encoding="utf-8")
@@ -87,7 +85,7 @@ def export_ollama(source: ExportSource, out: Path, *, type: str, listener: Liste
     return Exported("ollama", out, (MODELFILE, name), num_bytes, notes)
 
 
-def write_modelfile(source: ExportSource, prompts: Prompts, gguf: str) -> str:
+def write_modelfile(source: ExportSource, gguf: str) -> str:
     """The content of the Modelfile. Templates that Ollama cannot follow are refused."""
     if source.template is None:
         raise TrilloraError(
@@ -95,9 +93,9 @@ def write_modelfile(source: ExportSource, prompts: Prompts, gguf: str) -> str:
             where="the tokenizer",
             do="train with data.chat_template, or use --to gguf and run it with llama.cpp",
         )
-    tokenizer = source.base.tokenizer
+    tokenizer, prompts = source.base.tokenizer, source.prompts
     stops = [tokenizer.convert_ids_to_tokens(stop) for stop in prompts.stops]
-    bos = tokenizer.bos_token if adds_bos(tokenizer, prompts) else ""
+    bos = tokenizer.bos_token if source.adds_bos else ""
     turns = learn_turns(prompts, bos, stops)
     parts = [f"FROM ./{gguf}", f"TEMPLATE {_quoted(turns.go_template())}"]
     if default := default_system(prompts, bos, turns):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.files.read_json import read_json
 from trillora.files.user_path import user_path
+from trillora.generation.prompts import Prompts, configured_stops
 from trillora.model.adapters import CONFIG_FILE, TEMPLATE_FILE, load_adapter, read_head
 from trillora.model.loading.growth import tokenizer_files
 from trillora.model.loading.rope import rope_of
 from trillora.model.loading.source import OpenModel, load_tokenizer
 from trillora.model.lora_spec import LoraSpec
-from trillora.recipe.schema import Recipe
+from trillora.recipe.schema import Recipe, stages_of
 from trillora.runs.adapter import adapter_of, template_of
 from trillora.runs.files import is_run
 from trillora.runs.saved import SavedAdapter, SavedRun, find_adapter
@@ -63,6 +65,28 @@ class ExportSource:
         """The chat template that it was trained with."""
         tokenizer = self.base.tokenizer
         return self.own_template or (tokenizer.get_chat_template() if tokenizer.chat_template else None)
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        """Prompts as in training. Templates are untrusted: they are rendered in a process with limits."""
+        data = stages_of(self.recipe)[-1].recipe.data if self.recipe is not None else None
+        return Prompts(
+            self.base.tokenizer,
+            template=self.template,
+            template_date=data.template_date if data is not None else None,
+            arguments=data.template_arguments if data is not None else None,
+            stops=configured_stops(self.base.folder, self.base.config),
+        )
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether llama.cpp should add BOS to every text, chats too: it does both or neither. Where the tokenizer adds
+        it and the chat template does not, chats count."""
+        tokenizer = self.base.tokenizer
+        bos = [tokenizer.bos_token_id]
+        if tokenizer.bos_token_id is None or tokenizer("a")["input_ids"][:1] != bos:
+            return False
+        return not self.prompts.has_template or self.prompts.encode([{"role": "user", "content": "a"}])[:1] == bos
 
     def card(
         self,

@@ -34,7 +34,6 @@ from trillora.export.gguf.quantize import FILE_TYPES, to_bytes, to_values
 from trillora.export.gguf.tensors import text_name
 from trillora.export.gguf.write import ModelPlan, plan_model
 from trillora.export.merged_weights import MergedWeights
-from trillora.export.source import ExportSource
 from trillora.model.adapter_parameters import LORA_A, LORA_B
 from trillora.model.loading.checkpoint import DTYPES
 from trillora.model.loading.source import weight_files
@@ -111,26 +110,6 @@ def _hint(found: np.ndarray, piece: ExpectedRows) -> str:
     if found.ndim == 2 and found.shape[0] == found.shape[1] and np.allclose(found.T, values, rtol=1e-2, atol=1e-4):
         return ": it is transposed"
     return ""
-
-
-def source_of(subject: Subject) -> ExportSource:
-    """What was trained, as an export would read it. Tokenizer and template come from the base and the run where these
-    are known, not from the adapter's folder."""
-    trained, base = subject.trained, subject.opened
-    has_tokenizer = subject.adapter is not None and (subject.adapter / "tokenizer_config.json").is_file()
-    return ExportSource(
-        name=subject.name,
-        run=None if subject.run is None else subject.run.folder,
-        adapter=subject.adapter or subject.folder,
-        base=base,
-        base_id=subject.base_id or base.base_name,
-        spec=trained.spec,
-        matrices=trained.matrices,
-        recipe=subject.recipe,
-        notes=(),
-        own_template=subject.template,
-        tokenizer_folder=subject.adapter if subject.run is None and has_tokenizer else None,
-    )
 
 
 def expected_of(subject: Subject) -> ExpectedWeights:
@@ -305,7 +284,7 @@ def planned_gguf(subject: Subject, model: GgufFile) -> ModelPlan:
             where=str(model.file),
             do=DO,
         )
-    source = source_of(subject)
+    source = subject.source
     return plan_model(source, MergedWeights(source), type)
 
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from trillora.certify.gguf_file import GgufFile, open_gguf
 from trillora.certify.subject import NotHere, Subject
-from trillora.certify.weights.checks import Place, Places, expected_of, source_of
+from trillora.certify.weights.checks import Place, Places, expected_of
 from trillora.devices.chips import GIB
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
@@ -30,7 +30,7 @@ from trillora.model.loading.source import weight_files
 
 
 def write_rounded(subject: Subject, folder: Path, listener: Listener) -> None:
-    config = MergedWeights(source_of(subject)).config()
+    config = MergedWeights(subject.source).config()
     (folder / CONFIG_FILE).write_text(json.dumps(config), "utf-8")
     if subject.kind == "merged":  # its own files; the configuration is the expected one
         for file in [*weight_files(subject.folder), subject.folder / INDEX_FILE]:

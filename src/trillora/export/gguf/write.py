@@ -24,7 +24,6 @@ from trillora.export.gguf.tensors import GgufTensor, plan_tensors
 from trillora.export.gguf.tokenizer import TokenizerMetadata, tokenizer_metadata
 from trillora.export.merged import writing
 from trillora.export.merged_weights import MergedWeights
-from trillora.export.prompts import adds_bos, prompts_of
 from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
 
@@ -171,13 +170,12 @@ def _add(writer: Any, key: str, value: Value) -> None:
 
 
 def _tokenizer(source: ExportSource, num_tokens: int) -> TokenizerMetadata:
-    template, prompts = source.template, prompts_of(source)
     return tokenizer_metadata(
         source.base.tokenizer,
         num_tokens,
-        template=template,
-        stops=prompts.stops,
-        adds_bos=adds_bos(source.base.tokenizer, prompts),
+        template=source.template,
+        stops=source.prompts.stops,
+        adds_bos=source.adds_bos,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from trillora.data.lengths import MOST_GOOD, Bin, LabelFacts, Lengths, PairFacts
 from trillora.data.prepare import DataProblem, reason_of
 from trillora.data.summary import DataReport, DataVerdict, ExampleFacts

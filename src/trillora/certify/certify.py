@@ -39,7 +39,6 @@ from trillora.certify.content_checks import (
     nothing_else,
 )
 from trillora.certify.file_checks import check_files, files_of, only_files
-from trillora.certify.gguf_file import open_gguf
 from trillora.certify.logits import ReaderDifference, Reference, compare, compute_reference, with_stored
 from trillora.certify.readers import Reading, read_with_llama_cpp, read_with_peft, read_with_transformers
 from trillora.certify.row_checks import Changed, SampleRows, check_masks, check_scores, sample_rows
@@ -153,14 +152,14 @@ def _check_kind(
     if subject.kind == "merged":
         findings.add("trained", "tensors", lambda: check_merged(subject, listener))
     if subject.kind == "lora-gguf":
-        model = open_gguf(gguf_of(subject))
+        model = subject.gguf
         findings.add("contents", "header", lambda: check_lora_header(subject, model))
         findings.add("trained", "tensors", lambda: check_lora_gguf(subject, model))
     if subject.kind in ("gguf", "ollama"):
         _check_gguf(subject, findings, listener)
     if subject.kind == "ollama":
         findings.add("servers", "Modelfile", lambda: check_modelfile(subject))
-        findings.add("contents", "Modelfile", lambda: check_modelfile_text(subject, gguf_of(subject).name))
+        findings.add("contents", "Modelfile", lambda: check_modelfile_text(subject, subject.gguf_path.name))
     if reference is not None:
         listener(Note(f"Reading it with {reader_name(subject)}"))
         findings.add("reader", reader_name(subject), lambda: check_reader(subject, reference.logits))
@@ -168,7 +167,7 @@ def _check_kind(
 
 
 def _check_gguf(subject: Subject, findings: Findings, listener: Listener) -> None:
-    model = open_gguf(gguf_of(subject))
+    model = subject.gguf
 
     def checks() -> Iterator[Check]:
         plan = planned_gguf(subject, model)
@@ -276,7 +275,7 @@ def check_reader(subject: Subject, logits: tuple[PromptLogits, ...]) -> Iterator
     elif subject.kind == "merged":
         reading = read_with_transformers(subject.folder, prompts)
     else:
-        model = open_gguf(gguf_of(subject))
+        model = subject.gguf
         chats = [[{"role": "user", "content": QUESTION}]] if model.text("tokenizer.chat_template") else []
         size = len(model.value("tokenizer.ggml.tokens") or ())
         reading, rendered = read_with_llama_cpp(model.file, prompts, size, chats=chats)
@@ -299,7 +298,7 @@ def _read_lora(subject: Subject, prompts: Sequence[Sequence[int]]) -> Reading:
     with tempfile.TemporaryDirectory() as folder:
         base = export_gguf(dataclasses.replace(source, matrices=nothing), Path(folder) / "base", type="f32")
         size = subject.opened.config.get_text_config().vocab_size
-        return read_with_llama_cpp(base.folder / base.files[0], prompts, size, lora=gguf_of(subject))[0]
+        return read_with_llama_cpp(base.folder / base.files[0], prompts, size, lora=subject.gguf_path)[0]
 
 
 def uses_all_arrays(name: str, reading: Reading) -> Iterator[Check]:
@@ -362,19 +361,12 @@ def _warnings(name: str, reading: Reading) -> Iterator[Check]:
         yield Check("reader", f"warnings of {name}", "warning", what, len(texts), 0)
 
 
-def gguf_of(subject: Subject) -> Path:
-    found = sorted(subject.folder.glob("*.gguf"))
-    if not found:
-        raise TrilloraError("The GGUF file is missing.", where=str(subject.folder), do="export it again")
-    return found[0]
-
-
 def stored_type(subject: Subject) -> str:
     """The type of most tensors that an export rounds; F32 if it rounds none."""
     if subject.kind == "merged":
         return most_common([tensor.type for tensor in tensors_of(subject.folder).values()])
     if subject.kind in ("gguf", "ollama"):
-        return most_common(list(open_gguf(gguf_of(subject)).types.values()))
+        return most_common(list(subject.gguf.types.values()))
     return "F32"
 
 

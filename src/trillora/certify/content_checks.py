@@ -22,10 +22,9 @@ import numpy as np
 from trillora.certify.certificate import FILE, PAGE, Check, FileFacts
 from trillora.certify.gguf_file import GgufFile
 from trillora.certify.subject import Subject
-from trillora.certify.weights.checks import expected_of, stored_dtype, tensors_of
+from trillora.certify.weights.checks import stored_dtype, tensors_of
 from trillora.export.gguf.lora import lora_values
 from trillora.export.merged import other_files
-from trillora.export.merged_weights import MergedWeights
 from trillora.export.ollama import MODELFILE, write_modelfile
 from trillora.files.bounded import read_bounded
 from trillora.files.read_json import parse_json
@@ -78,9 +77,7 @@ _OPTIONAL = ("special_tokens_map.json", "added_tokens.json")  # transformers doe
 def expected_files(subject: Subject) -> dict[str, bytes]:
     source = subject.source
     if subject.kind == "merged":
-        return other_files(
-            source, MergedWeights(source), stored_dtype(expected_of(subject), tensors_of(subject.folder))
-        )
+        return other_files(source, subject.merged, stored_dtype(subject.expected, tensors_of(subject.folder)))
     return {**source.tokenizer_files(), **source.base.rope_file()}
 
 

@@ -183,6 +183,9 @@ def _reader(name: str) -> Iterator[None]:
             bars.enable_progress_bar()
 
 
+_SMALL = 32 << 20  # bytes of a model for one thread: more would mostly wait for each other, at full load
+
+
 def read_with_llama_cpp(
     file: Path,
     prompts: Sequence[Sequence[int]],
@@ -204,7 +207,7 @@ def read_with_llama_cpp(
         "prompts": [list(map(int, prompt)) for prompt in prompts],
         "num_tokens": num_tokens,
         "chats": list(chats),
-        "threads": os.cpu_count() or 1,
+        "threads": 1 if file.stat().st_size < _SMALL else os.cpu_count() or 1,
     }
     do = "export it again; if this happens again, use another --type"
     try:

@@ -26,9 +26,12 @@ from safetensors.numpy import load
 
 from trillora.adapters.logits_check import open_local
 from trillora.certify.certificate import Kind
+from trillora.certify.gguf_file import GgufFile, open_gguf
+from trillora.certify.weights.expected import ExpectedWeights
 from trillora.data.open import chat_template
 from trillora.data.rendering.render import TEMPLATE_DATE
 from trillora.errors import TrilloraError
+from trillora.export.merged_weights import MergedWeights
 from trillora.export.source import TOKENIZER_FILE, ExportSource
 from trillora.files.digests import json_digest
 from trillora.files.read_json import parse_json, read_json, read_text
@@ -214,6 +217,25 @@ class Subject:
             own_template=self.template,
             tokenizer_folder=self.adapter if self.run is None and has_tokenizer else None,
         )
+
+    @cached_property
+    def expected(self) -> ExpectedWeights:
+        return ExpectedWeights(self.opened, self.trained.spec, self.trained.matrices)
+
+    @cached_property
+    def merged(self) -> MergedWeights:
+        return MergedWeights(self.source)
+
+    @property
+    def gguf_path(self) -> Path:
+        found = sorted(self.folder.glob("*.gguf"))
+        if not found:
+            raise TrilloraError("The GGUF file is missing.", where=str(self.folder), do="export it again")
+        return found[0]
+
+    @cached_property
+    def gguf(self) -> GgufFile:
+        return open_gguf(self.gguf_path)
 
     @property
     def _is_merge(self) -> bool:

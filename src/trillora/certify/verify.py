@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trillora.certify.certificate import Certificate, Check, read_certificate
-from trillora.certify.certify import Findings, check_layers, check_reader, gguf_of, reader_name, versions
+from trillora.certify.certify import Findings, check_layers, check_reader, reader_name, versions
 from trillora.certify.file_checks import check_files, compare_files, files_of, only_files
-from trillora.certify.gguf_file import open_gguf
 from trillora.certify.subject import Subject, Trained, find_subject
 from trillora.certify.tokenizer_checks import check_gguf_tokenizer, check_modelfile, check_tokenizer
 from trillora.events import Listener, Note, ignore_events
@@ -56,7 +55,7 @@ def _repeat(subject: Subject, known: Certificate, findings: Findings, listener: 
     if subject.kind in ("adapter", "merged"):
         findings.add("tokenizer", "tokenizer", lambda: check_tokenizer(subject))
     if subject.kind in ("gguf", "ollama"):
-        findings.add("tokenizer", "tokenizer", lambda: check_gguf_tokenizer(subject, open_gguf(gguf_of(subject))))
+        findings.add("tokenizer", "tokenizer", lambda: check_gguf_tokenizer(subject, subject.gguf))
     if subject.kind == "ollama":
         findings.add("servers", "Modelfile", lambda: check_modelfile(subject))
     if known.logits:

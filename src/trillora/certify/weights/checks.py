@@ -33,7 +33,6 @@ from trillora.export.carried import LEAST_SHARE, Share
 from trillora.export.gguf.quantize import FILE_TYPES, to_bytes, to_values
 from trillora.export.gguf.tensors import text_name
 from trillora.export.gguf.write import ModelPlan, plan_model
-from trillora.export.merged_weights import MergedWeights
 from trillora.model.adapter_parameters import LORA_A, LORA_B
 from trillora.model.loading.checkpoint import DTYPES
 from trillora.model.loading.source import weight_files
@@ -112,10 +111,6 @@ def _hint(found: np.ndarray, piece: ExpectedRows) -> str:
     return ""
 
 
-def expected_of(subject: Subject) -> ExpectedWeights:
-    return ExpectedWeights(subject.opened, subject.trained.spec, subject.trained.matrices)
-
-
 # ---- merged models
 
 
@@ -154,7 +149,7 @@ def stored_dtype(weights: ExpectedWeights, own: dict[str, StoredTensor]) -> str 
 
 
 def check_merged(subject: Subject, listener: Listener) -> Iterator[Check]:
-    yield from compare_merged(expected_of(subject), subject.folder, listener).checks("tensors are W + scale B A")
+    yield from compare_merged(subject.expected, subject.folder, listener).checks("tensors are W + scale B A")
 
 
 def compare_merged(weights: ExpectedWeights, folder: Path, listener: Listener = ignore_events) -> Tally:
@@ -284,13 +279,12 @@ def planned_gguf(subject: Subject, model: GgufFile) -> ModelPlan:
             where=str(model.file),
             do=DO,
         )
-    source = subject.source
-    return plan_model(source, MergedWeights(source), type)
+    return plan_model(subject.source, subject.merged, type)
 
 
 def check_gguf(subject: Subject, model: GgufFile, plan: ModelPlan, listener: Listener) -> Iterator[Check]:
     config = subject.opened.config.get_text_config()
-    yield from compare_gguf(expected_of(subject), model, plan, config, listener).checks("tensors are W + scale B A")
+    yield from compare_gguf(subject.expected, model, plan, config, listener).checks("tensors are W + scale B A")
 
 
 def compare_gguf(

@@ -16,28 +16,27 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from trillora.certify.gguf_file import GgufFile, open_gguf
+from trillora.certify.gguf_file import GgufFile
 from trillora.certify.subject import NotHere, Subject
-from trillora.certify.weights.checks import Place, Places, expected_of
+from trillora.certify.weights.checks import Place, Places
 from trillora.devices.chips import GIB
 from trillora.errors import TrilloraError
 from trillora.events import Listener, Progress, ignore_events
 from trillora.export.gguf.quantize import FILE_TYPES
 from trillora.export.gguf.write import FileTensor, write_tensors
-from trillora.export.merged_weights import MergedWeights
 from trillora.model.loading.description import CONFIG_FILE, INDEX_FILE
 from trillora.model.loading.source import weight_files
 
 
 def write_rounded(subject: Subject, folder: Path, listener: Listener) -> None:
-    config = MergedWeights(subject.source).config()
+    config = subject.merged.config()
     (folder / CONFIG_FILE).write_text(json.dumps(config), "utf-8")
     if subject.kind == "merged":  # its own files; the configuration is the expected one
         for file in [*weight_files(subject.folder), subject.folder / INDEX_FILE]:
             if file.is_file():
                 (folder / file.name).symlink_to(file.absolute())
         return
-    weights, model = expected_of(subject), open_gguf(next(iter(sorted(subject.folder.glob("*.gguf")))))
+    weights, model = subject.expected, subject.gguf
     places = Places(model.text("general.architecture") or "", subject.opened.config.get_text_config(), str(model.file))
     _check_room(folder, sum(math.prod(weights.shape(name)) for name in weights.names))
     shards: dict[str, str] = {}

@@ -56,11 +56,14 @@ pytestmark = pytest.mark.usefixtures("shared_steps")
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
+    """Trained runs whose adapters have certificates: they hold the logits of what was trained."""
     folder = tmp_path_factory.mktemp("worlds")
-    return {
+    found = {
         "bfloat16": write_small_world(folder / "bfloat16"),
         "float32": planted_defects.write_world(folder / "float32"),
     }
+    assert all(certify(world.run).passed for world in found.values())
+    return found
 
 
 def passes(target: Path) -> bool:

@@ -21,7 +21,6 @@ from gguf import GGUFReader
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from trillora.certify.certify import certify
 from trillora.export.gguf.lora import export_lora_gguf
 from trillora.export.gguf.write import export_gguf
 from trillora.export.merged import export_merged
@@ -114,8 +113,6 @@ def write_world(folder: Path) -> World:
     export_gguf(source, world.gguf, type="f32")
     export_lora_gguf(source, world.lora_gguf)
     export_ollama(source, world.ollama, type="q8_0")
-    # As a user does. Certificates of the exports take the logits of what was trained from this one.
-    assert certify(world.adapter).passed
     return world
 
 

@@ -23,7 +23,6 @@ from planted_defects import INDEX, WEIGHTS, World, change_json, seal
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from trillora.certify.certify import certify
 from trillora.export.gguf.lora import export_lora_gguf
 from trillora.export.gguf.tensors import permuted
 from trillora.export.gguf.write import export_gguf
@@ -101,8 +100,6 @@ def write_small_world(folder: Path) -> SmallWorld:
         export_gguf(source, getattr(world, f"gguf_{type}"), type=type)
     export_lora_gguf(source, world.lora_gguf)
     export_ollama(source, world.ollama, type="q8_0")
-    # As a user does. Certificates of the exports take the logits of what was trained from this one.
-    assert certify(world.adapter).passed
     return world
 
 

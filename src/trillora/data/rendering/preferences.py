@@ -22,13 +22,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trillora.data.rendering import formats
 from trillora.data.rendering.formats import Row
 from trillora.data.rendering.json_values import excerpt, kind_name
 from trillora.data.rows import BadRow, Chat, Example, Labelled, Message, Pair, Preference, Text
-from trillora.recipe.losses import Rows
+
+if TYPE_CHECKING:  # the worker that renders rows starts without pydantic
+    from trillora.recipe.losses import Rows
 
 PREFERENCE, LABELLED = "preference", "labelled"
 # The keys of the better and of the worse answer.

@@ -140,7 +140,7 @@ def test_worker_has_no_secret_in_its_environment(monkeypatch: pytest.MonkeyPatch
 
 def test_worker_starts_without_large_libraries() -> None:
     """A run starts several; with pydantic each takes twice as long to start."""
-    code = "import sys, trillora.data.rendering.worker; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    code = "import sys, trillora.data.rendering.worker; print(*sorted({n.partition('.')[0] for n in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "jinja2" in loaded

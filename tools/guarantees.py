@@ -433,3 +433,10 @@ EVIDENCE = (
         least=15,
     ),
 )
+
+
+def in_evidence(node: str) -> bool:
+    """Whether `make evidence` runs the test for every change."""
+    path, _, name = node.partition("::")
+    test = f"{path.rpartition('/')[2]}::{name}"
+    return any(each.part == EVERY_CHANGE and test.startswith(each.tests) for each in EVIDENCE)

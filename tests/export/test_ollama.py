@@ -18,7 +18,7 @@ from gguf_models import source_of
 from trillora.data.rendering.chat_templates import NAMED
 from trillora.errors import TrilloraError
 from trillora.export.ollama import MODELFILE, Turns, export_ollama, learn_turns
-from trillora.export.prompts import adds_bos
+from trillora.export.source import adds_bos
 from trillora.generation.prompts import Prompts
 from trillora.model.loading.source import find_model, load_tokenizer
 

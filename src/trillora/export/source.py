@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from trillora.recipe.schema import Recipe, stages_of
 from trillora.runs.adapter import adapter_of, template_of
 from trillora.runs.files import is_run
 from trillora.runs.saved import SavedAdapter, SavedRun, find_adapter
+
+if TYPE_CHECKING:
+    from trillora.model.loading.types import Tokenizer
 
 TOKENIZER_FILE = "tokenizer_config.json"  # of a complete tokenizer next to an adapter
 
@@ -80,13 +83,7 @@ class ExportSource:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether llama.cpp should add BOS to every text, chats too: it does both or neither. Where the tokenizer adds
-        it and the chat template does not, chats count."""
-        tokenizer = self.base.tokenizer
-        bos = [tokenizer.bos_token_id]
-        if tokenizer.bos_token_id is None or tokenizer("a")["input_ids"][:1] != bos:
-            return False
-        return not self.prompts.has_template or self.prompts.encode([{"role": "user", "content": "a"}])[:1] == bos
+        return adds_bos(self.base.tokenizer, self.prompts)
 
     def card(
         self,
@@ -127,6 +124,15 @@ class Exported:
     files: tuple[str, ...]
     num_bytes: int
     notes: tuple[str, ...]
+
+
+def adds_bos(tokenizer: Tokenizer, prompts: Prompts) -> bool:
+    """Whether llama.cpp should add BOS to every text, chats too: it does both or neither. Where the tokenizer adds
+    it and the chat template does not, chats count."""
+    bos = [tokenizer.bos_token_id]
+    if tokenizer.bos_token_id is None or tokenizer("a")["input_ids"][:1] != bos:
+        return False
+    return not prompts.has_template or prompts.encode([{"role": "user", "content": "a"}])[:1] == bos
 
 
 def open_source(

@@ -153,6 +153,13 @@ def test_a_model_that_starts_worse_than_guessing_may_learn() -> None:
     assert most_bad_steps(DivergenceMonitor(guessing=6.0), losses, 1, 150) == 0
 
 
+def test_a_stage_with_another_loss_is_judged_by_its_own_first_loss() -> None:
+    monitor = DivergenceMonitor(GUESSING)
+    assert most_bad_steps(monitor, (3.0 - 0.01 * step for step in range(24)), 1, 24) == 0
+    monitor.new_stage()
+    assert most_bad_steps(monitor, (25.0 - 0.2 * step for step in range(30)), 25, 54) == 0  # IPO begins at 25
+
+
 def test_rows_known_by_heart_need_no_gradient() -> None:
     monitor = DivergenceMonitor(GUESSING)
     for step in range(1, 50):

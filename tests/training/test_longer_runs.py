@@ -80,3 +80,18 @@ def test_other_changes_are_refused_and_the_finished_adapter_stays(folder: Path, 
     with pytest.raises(TrilloraError, match="already contains a finished run"):
         train(recipe(folder, 2), run)
     assert (run / "adapter").is_dir() and not (run / "exports").exists()
+
+
+def test_only_the_last_stage_is_trained_longer(folder: Path, tmp_path: Path) -> None:
+    def staged(last: int, **train_options: Any) -> Any:
+        values = tiny_run.recipe(folder, train={"schedule": "constant", "steps": 2, **train_options})
+        data = values.pop("data")
+        values["stages"] = [{"name": "first", "data": data}, {"name": "second", "data": data, "steps": last}]
+        return load_recipe(values)
+
+    run = tmp_path / "run"
+    train(staged(2), run)
+    with pytest.raises(TrilloraError, match="raise steps or epochs of its last stage"):
+        train(staged(4, steps=3), run)  # the first stage would have been longer, too
+    train(staged(4), run)
+    assert [line["step"] for line in metrics(run, "step")] == [1, 2, 3, 4, 5, 6]

@@ -172,6 +172,72 @@ def test_kto_learns_which_answers_are_good(folder: Path, tmp_path: Path) -> None
     assert evaluations[-1]["loss"] < evaluations[0]["loss"] and evaluations[-1]["accuracy"] > 0.8
 
 
+def test_an_ipo_stage_after_sft_is_not_called_diverged(folder: Path, tmp_path: Path) -> None:
+    values = stages(folder)
+    values["stages"][1] |= {"loss": "ipo", "steps": 14, "learning_rate": 1e-4}
+    train(load_recipe(values), tmp_path / "run")
+    losses = [line["loss"] for line in metrics(tmp_path / "run", "step") if line["stage"] == "second"]
+    assert len(losses) == 14 and losses[0] == pytest.approx(25, rel=1e-5) and losses[-1] > 10
+
+
+def test_labels_are_learned_without_an_estimate_too(folder: Path, tmp_path: Path) -> None:
+    train(load_recipe(recipe(folder, "labels.jsonl", train={"loss": "apo_zero_unpaired"})), tmp_path / "run")
+    first, *_, last = metrics(tmp_path / "run", "evaluation")
+    assert first["loss"] == pytest.approx(0.5, abs=1e-6) and last["loss"] < first["loss"]
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_labels_that_are_all_the_same_are_refused(label: bool, folder: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "labels.jsonl").read_text().splitlines()]
+    file = tmp_path / "same.jsonl"
+    file.write_text("".join(f"{json.dumps({**row, 'label': label})}\n" for row in rows))
+    with pytest.raises(TrilloraError, match="there is nothing to compare them with"):
+        train(load_recipe(recipe(folder, str(file), train={"loss": "kto"})), tmp_path / "run")
+
+
+def test_held_out_answers_may_all_be_bad_ones(folder: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "labels.jsonl").read_text().splitlines()]
+    (tmp_path / "bad.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows if not row["label"]))
+    values = recipe(folder, "labels.jsonl", train={"loss": "kto"})
+    values["data"] = {"path": str(folder / "labels.jsonl"), "validation": str(tmp_path / "bad.jsonl")}
+    train(load_recipe(values), tmp_path / "run")
+    assert metrics(tmp_path / "run", "evaluation")[-1]["perplexity"] == "nan"  # of no answer
+
+
+def test_the_evaluation_loss_does_not_depend_on_the_batches(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for size in (1, 4):
+        values = recipe(folder, train={"loss": "orpo", "steps": 3, "micro_batch_size": size, "learning_rate": 1e-3})
+        train(load_recipe(values), tmp_path / f"run-{size}")
+        found.append(metrics(tmp_path / f"run-{size}", "evaluation"))
+    for one, other in zip(*found, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)  # sums of float32 in another order
+        assert one["perplexity"] == pytest.approx(other["perplexity"], rel=2e-5)
+    assert 1.1 < found[0][0]["perplexity"] < 1e4
+    assert found[0][0]["perplexity"] == pytest.approx(math.exp(-found[0][0]["preferences"]["logps_chosen"]), rel=0.5)
+
+
+def test_a_sweep_evaluates_each_adapter_with_its_own_beta(folder: Path, tmp_path: Path) -> None:
+    values = recipe(folder, sweep={"beta": [0.1, 0.5]}, train={"learning_rate": 2e-3})
+    notes: list[str] = []
+    train(
+        load_recipe(values),
+        tmp_path / "sweep",
+        listener=lambda e: notes.append(e.text) if isinstance(e, Note) else None,
+    )
+    together = [line for line in metrics(tmp_path / "sweep", "evaluation") if line["stage"] == "beta-0.5"]
+    del values["sweep"]
+    values["train"]["beta"] = 0.5
+    train(load_recipe(values), tmp_path / "alone")
+    alone = metrics(tmp_path / "alone", "evaluation")
+    assert len(alone) == len(together) == 3
+    for one, other in zip(together, alone, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        own, same = one["preferences"], other["preferences"]
+        assert own["rewards_margins"] == pytest.approx(same["rewards_margins"], rel=1e-3, abs=1e-6)
+    assert any("with the most pairs right" in note for note in notes)  # losses of two betas are not comparable
+
+
 def test_betas_and_rates_are_compared_on_one_base(folder: Path, tmp_path: Path) -> None:
     values = recipe(folder, sweep={"beta": [0.1, 0.5], "learning_rate": [2e-3, 1e-2], "keep": "all"})
     train(load_recipe(values), tmp_path / "sweep")
@@ -210,6 +276,7 @@ def test_the_learning_rate_of_pairs_is_found_too(folder: Path, tmp_path: Path) -
             {"train": {"loss": "dpo", "precompute_ref_log_probs": True}, "sweep": {"beta": [0.1, 0.2]}},
             "is for runs with one adapter, not for sweep",
         ),
+        ({"train": {"loss": "cdpo"}}, "cdpo is dpo with train.label_smoothing, which is 0"),
         ({"train": {"loss": "exo_pair"}}, "needs train.label_smoothing above 0"),
         ({"train": {"loss": "sft"}, "sweep": {"beta": [0.1, 0.2]}}, "sweep.beta has no effect"),
     ],

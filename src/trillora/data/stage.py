@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trillora.data.batches import Batches
 from trillora.data.documents import NOTHING_LOST, Documents, Lost
 from trillora.data.excerpt import ExcerptPiece, pieces_of
+from trillora.data.lengths import label_facts
 from trillora.data.open import chat_template, open_dataset, refusal_of, with_template_date, with_token_ids
 from trillora.data.prepare import Dataset
 from trillora.errors import TrilloraError
@@ -60,8 +61,8 @@ class StageData:
         """Digests of the tokenized rows, which depend on files, tokenizer, template and options; and of a loss that is
         a file."""
         own = {
-            f"{self.name} loss {Path(name).name}": file_digest(Path(name))
-            for name in self.recipe.train.losses
+            f"{self.name} loss {number} {Path(name).name}": file_digest(Path(name))
+            for number, name in enumerate(self.recipe.train.losses, 1)
             if is_file(name)
         }
         return {
@@ -104,6 +105,7 @@ def read_stage(stage: Stage, tokenizer: Tokenizer, listener: Listener) -> StageD
         if (refusal := refusal_of(dataset)) is not None:
             raise refusal
         batches = training_batches(dataset, recipe)
+        _check_labels(batches.documents, recipe)
         evaluation = _evaluation(dataset, recipe, tokenizer, listener)
     except TrilloraError as error:
         error.where = error.where or f"stage {stage.name}"
@@ -124,6 +126,18 @@ def read_stage(stage: Stage, tokenizer: Tokenizer, listener: Listener) -> StageD
     )
 
 
+def _check_labels(documents: Documents, recipe: StageRecipe) -> None:
+    facts = label_facts(documents, recipe.train)
+    if facts is None or (facts.good and facts.bad):
+        return
+    kind, other = ("good", "bad") if facts.good else ("bad", "good")
+    raise TrilloraError(
+        f"All {facts.good + facts.bad:,} answers to train on are {kind}: there is nothing to compare them with.",
+        where="data, label",
+        do=f"add {other} answers" + ("; to learn from good answers alone, set train.loss to sft" if facts.good else ""),
+    )
+
+
 def training_batches(dataset: Dataset, recipe: StageRecipe) -> Batches:
     documents, lost = dataset.fitted("train", recipe.train.sequence_length, recipe.train.seed)
     return batches_of(documents, recipe, dataset.pad_id, lost)
@@ -140,7 +154,7 @@ def batches_of(documents: Documents, recipe: StageRecipe, pad_id: int, lost: Los
         num_buckets=recipe.data.num_length_buckets,
         pad_id=pad_id,
         lost=lost,
-        mismatched=recipe.train.rows == "labels",
+        mismatched=recipe.train.compares_others,
     )
 
 
@@ -154,7 +168,7 @@ def evaluation_batches(stage: StageData, num_rows: int) -> Batches | None:
         sequence_length=stage.recipe.train.sequence_length,
         pack=stage.recipe.data.pack,
         pad_id=stage.dataset.pad_id,
-        mismatched=stage.recipe.train.rows == "labels",
+        mismatched=stage.recipe.train.compares_others,
     )
 
 

@@ -36,7 +36,7 @@ from trillora.runs.files import ADAPTER, GROUP_FILE, is_finished, is_run
 
 FEWEST_BYTES = 64 << 20  # free on the disk of a run; a rank-16 adapter of a small model with its checkpoints takes them
 ROWS_READ = 3  # of each file
-LENGTHS = ("steps", "epochs")  # options that a finished run may have more of
+LENGTHS = ("steps", "epochs")  # options that the last stage of a finished run may have more of
 FILES_READ = 20  # of a folder
 LOSS_FOR: dict[Rows, str] = {"answers": "sft", "pairs": "dpo", "labels": "kto"}
 
@@ -76,18 +76,31 @@ def check_is_folder(out: Path) -> None:
 def check_not_finished(recipe: Recipe, out: Path) -> None:
     """Checks that a run may be written to this folder: that it has no finished one, or is to become longer."""
     if is_finished(out) and not is_longer(recipe, out):
-        do = "use another --out, or remove the folder; to train this run longer, raise train.steps or train.epochs"
+        of_last = "train.steps or train.epochs" if recipe.stages is None else "steps or epochs of its last stage"
+        do = f"use another --out, or remove the folder; to train this run longer, raise {of_last}"
         if (out / ADAPTER).exists():
             do += f"; to train its adapter further, use another --out and add lora.from={shlex.quote(str(out))}"
         raise TrilloraError("This folder already contains a finished run.", where=str(out), do=do)
 
 
 def is_longer(recipe: Recipe, run: Path) -> bool:
-    """Whether the recipe asks a finished run of one adapter for more steps. Only the data shows how many epochs are."""
+    """Whether the recipe asks the last stage of a finished run of one adapter for more steps, and the other stages for
+    as many as before. Only the data shows how many steps an epoch has."""
     if not (run / ADAPTER).exists() or (run / GROUP_FILE).exists() or not is_run(run):
         return False
-    now, before = (stages_of(each)[-1].recipe.train for each in (recipe, load_run_recipe(run).recipe))
-    return any((getattr(now, name) or 0) > (getattr(before, name) or 0) for name in LENGTHS)
+    now, before = (
+        [[getattr(stage.recipe.train, name) or 0 for name in LENGTHS] for stage in stages_of(each)]
+        for each in (recipe, load_run_recipe(run).recipe)
+    )
+    return now[:-1] == before[:-1] and any(new > old for new, old in zip(now[-1], before[-1], strict=True))
+
+
+def lengths_of_last(recipe: Recipe) -> tuple[str, ...]:
+    """The options that say how long the last stage is, and no other."""
+    stages = recipe.stages or ()
+    own = [f"stages.{len(stages) - 1}.{name}" for name in LENGTHS] if stages else []
+    are_shared = any(stage.steps is None and stage.epochs is None for stage in stages[:-1])
+    return (*own, *(() if are_shared else (f"train.{name}" for name in LENGTHS)))
 
 
 def check_room(out: Path) -> None:

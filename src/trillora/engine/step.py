@@ -23,7 +23,8 @@ from trillora.engine.types import Pytree
 Batch = dict[str, jax.Array]  # tokens, targets, weights, segments, positions: each [B, T]
 Loss = Callable[[Pytree, Pytree, Batch, MaskKey], jax.Array]  # (adapter, base, batch, dropout key) -> summed loss
 Sums = dict[str, jax.Array]
-Evaluation = Callable[[Pytree, Pytree, Pytree, Batch], Sums]  # (adapter, reference, base, batch) -> sums
+# (adapter, reference, base, beta, batch) -> sums
+Evaluation = Callable[[Pytree, Pytree, Pytree, jax.Array, Batch], Sums]
 # A gradient is a spike if its norm is this many times the typical norm and clipping would at least halve it. Smaller
 # outliers are left to clipping.
 SPIKE = 20.0

@@ -65,13 +65,18 @@ class PreferenceSums:
 
     def metrics(self) -> TokenMetrics:
         sums = dict(self._sums)
-        loss, num_tokens, num_wanted = (float(sums.pop(name)[0]) for name in ("loss", "num_tokens", "num_wanted"))
+        names = ("loss", "token_loss", "num_tokens", "num_wanted", "wanted_log_p")
+        loss, token_loss, num_tokens, num_wanted, log_p = (float(sums.pop(name)[0]) for name in names)
         means = {name: float(total / weight) if weight else 0.0 for name, (total, weight) in sums.items()}
         pairs = float(sums["rewards/accuracies"][1])
         means |= {"rewards/margins": means["rewards/chosen"] - means["rewards/rejected"], "pairs": pairs}
-        perplexity = _perplexity(-float(sums["logps/chosen"][0]) / num_wanted)
+        # All answers may be bad ones: then there is none to be certain of.
+        loss, per_token = (
+            loss / pairs + (token_loss / num_wanted if num_wanted else 0.0),
+            log_p / (num_wanted or math.nan),
+        )
         found = Preferences.of(means)
-        return TokenMetrics(loss / pairs, perplexity, means["rewards/accuracies"], round(num_tokens), found)
+        return TokenMetrics(loss, _perplexity(-per_token), means["rewards/accuracies"], round(num_tokens), found)
 
 
 def _perplexity(loss: float) -> float:

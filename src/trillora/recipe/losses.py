@@ -141,6 +141,11 @@ class LossOptions(Section):
         return has_reference(self.losses)
 
     @property
+    def compares_others(self) -> bool:
+        """Whether a batch also has every question with the answer of another row."""
+        return "kto" in self.losses
+
+    @property
     def strength(self) -> float:
         """Beta, or its default."""
         return default_beta(self.losses) if self.beta is None else self.beta
@@ -193,6 +198,9 @@ def check_losses(train: LossOptions) -> None:
     if "exo_pair" in names and not train.label_smoothing:
         what = "train.loss: exo_pair needs train.label_smoothing above 0."
         raise conflict("label_smoothing", what, "set it to 0.001")
+    if "cdpo" in ((train.loss,) if isinstance(train.loss, str) else train.loss) and not train.label_smoothing:
+        what = "train.loss: cdpo is dpo with train.label_smoothing, which is 0."
+        raise conflict("label_smoothing", what, "set it, for example to 0.1, or set train.loss to dpo")
 
 
 def check_group(train: LossOptions, *, has_phases: bool, sweeps_beta: bool) -> None:

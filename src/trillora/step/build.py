@@ -97,9 +97,11 @@ class Assembly:
     def compile_evaluation(self, batch_size: int, sequence_length: int) -> Program:
         """The evaluation step for batches of this shape."""
         batch = self._batch_of((batch_size, sequence_length))
+        beta = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated(self.mesh))
         step = jax.jit(self.eval_step, out_shardings=replicated(self.mesh))
         return compile_program(
-            step.lower(self.state_shapes.adapter, self.state_shapes.reference, self.base_shapes, batch), self._options
+            step.lower(self.state_shapes.adapter, self.state_shapes.reference, self.base_shapes, beta, batch),
+            self._options,
         )
 
     def compile_reference(self, batch_size: int, sequence_length: int) -> Program:

@@ -31,7 +31,7 @@ class DivergenceMonitor:
     guessing: float  # loss of uniform guessing: the logarithm of the vocabulary size
     bad: dict[str, int] = field(default_factory=dict)  # bad steps in a row, by reason
     first_bad: int | None = None  # first step of that row
-    first_loss: float | None = None  # of the run: the base model's
+    first_loss: float | None = None  # of the stage: what its loss is before it learned anything
     recent: list[float] = field(default_factory=list)  # the latest losses, without `doubtful`
     doubtful: list[float] = field(default_factory=list)  # losses of the bad steps in a row
     lowest: float | None = None  # mean of the window in which the run did best
@@ -51,7 +51,7 @@ class DivergenceMonitor:
 
     def observe(self, step: int, loss: float, grad_norm: float, skipped: bool) -> None:
         """Add a step. Steps count from 1; a step's loss belongs to the state before it."""
-        if step == 1 and math.isfinite(loss):
+        if self.first_loss is None and math.isfinite(loss):
             self.first_loss = loss
         if reason := self._why_bad(loss, grad_norm, skipped):
             self.first_bad = step if not self.bad else self.first_bad
@@ -80,8 +80,8 @@ class DivergenceMonitor:
             self.usual = sorted(self.recent)[math.ceil(USUAL * (len(self.recent) - 1))]
 
     def new_stage(self) -> None:
-        """Forget the losses: losses on other data are not comparable."""
-        self.recent, self.doubtful, self.lowest, self.usual = [], [], None, None
+        """Forget the losses: losses on other data, or of another kind, are not comparable. IPO begins at 25."""
+        self.first_loss, self.recent, self.doubtful, self.lowest, self.usual = None, [], [], None, None
 
     def __str__(self) -> str:
         """The bad steps in a row: "3 skipped, 1 without a gradient"."""

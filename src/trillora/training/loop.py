@@ -304,7 +304,7 @@ class EntryLoop:
         if not due:
             return True
         run.watch.doing = f"the evaluation after step {step}"
-        known: dict[int, TokenMetrics] = {}  # of the base model, by evaluation set
+        known: dict[tuple[int, float], TokenMetrics] = {}  # of the base model, by evaluation set and beta
         try:
             found = [(number, *self._measured(state, number, known)) for number in due]
         except Abandoned:
@@ -321,17 +321,20 @@ class EntryLoop:
         return True
 
     def _measured(
-        self, state: TrainState, number: int, known: dict[int, TokenMetrics]
+        self, state: TrainState, number: int, known: dict[tuple[int, float], TokenMetrics]
     ) -> tuple[TokenMetrics | None, tuple[Sample, ...]]:
         """Metrics and answers of one adapter. Before the first step, all that have the same rows have the same."""
         measures, adapter, run = self._measures[number], self._stepper.adapter(state, number), self._run
         evaluator, sampler, metrics = measures.evaluator, measures.sampler, None
         self._check_signal()
         if evaluator is not None:
-            rows = id(evaluator.batches)
-            metrics = known.get(rows) if self._position.global_step == 0 else None
-            reference = self._stepper.reference(state, number)
-            metrics = known[rows] = metrics or evaluator.measure(adapter, run.base, self._check_signal, reference)
+            beta = self._entry.members[number].recipe.train.strength
+            asked = id(evaluator.batches), beta
+            metrics = known.get(asked) if self._position.global_step == 0 else None
+            if metrics is None:
+                reference = self._stepper.reference(state, number)
+                metrics = evaluator.measure(adapter, run.base, self._check_signal, reference, beta)
+            known[asked] = metrics
         self._check_signal()
         if sampler is None:
             return metrics, ()
@@ -345,7 +348,8 @@ class EntryLoop:
         is_first = self._position.step == 0
         improved = not is_first and metrics.loss < (math.inf if own.best_loss is None else own.best_loss)
         if improved:
-            own.best_loss, own.best_step, own.num_worse = metrics.loss, own.step, 0
+            own.best_loss, own.best_accuracy = metrics.loss, metrics.accuracy
+            own.best_step, own.num_worse = own.step, 0
             self._keep(state, number)
         elif not is_first:
             own.num_worse += 1

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,10 +144,10 @@ class Results:
         usable = [number for number, own in enumerate(members) if own.name in self._kept]
         if len(usable) > 1 and all(members[number].best_loss is None for number in usable):
             return None  # nothing to compare them by
-        losses = {number: members[number].best_loss for number in usable}
-        loss, number = min((math.inf if loss is None else loss, number) for number, loss in losses.items())
-        shown = f", with the lowest evaluation loss: {loss:.4f}" if math.isfinite(loss) else ""
-        self._run.listener(Note(f"The adapter of this run is {members[number].name}{shown}"))
+        number, why = best_of(
+            {each: members[each] for each in usable}, {member.recipe.train.strength for member in self.entry.members}
+        )
+        self._run.listener(Note(f"The adapter of this run is {members[number].name}{why}"))
         member = self.entry.members[number]
         if hint := edge_of_rates(member.recipe.train.rate, [each.recipe.train.rate for each in self.entry.members]):
             self._run.listener(Note(hint))
@@ -291,6 +291,25 @@ class Results:
             where=str(self._run.folder.path),
             do="lower the learning rate of these adapters and start a new run",
         )
+
+
+def best_of(members: Mapping[int, MemberPosition], betas: Set[float]) -> tuple[int, str]:
+    """The number of the best adapter, and why it is. Losses of different betas are not comparable: then the most right
+    pairs decide, and the loss only between equals."""
+    if len(betas) == 1:
+        number = min(members, key=lambda each: (_known(members[each].best_loss, math.inf), each))
+        loss = members[number].best_loss
+        return number, "" if loss is None else f", with the lowest evaluation loss: {loss:.4f}"
+    number = min(
+        members,
+        key=lambda each: (-_known(members[each].best_accuracy, -1), _known(members[each].best_loss, math.inf), each),
+    )
+    accuracy = members[number].best_accuracy
+    return number, "" if accuracy is None else f", with the most pairs right: {accuracy:.1%}"
+
+
+def _known(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def _measured(evaluator: Evaluator, name: str, stage: StageData, adapter: Tree, base: Tree) -> Score:

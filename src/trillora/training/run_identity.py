@@ -7,6 +7,7 @@ use, evaluation, and how often it saves. Files may move, because only their cont
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,11 +53,17 @@ def fixed_options(recipe: Recipe) -> dict[str, Any]:
             for number, inner in enumerate(value):
                 visit(f"{path}.{number}", inner)
         else:
+            value = _names_only(value) if path.split(".")[-1] == "loss" else value
             masked = mask_values(value)
             flat[path] = value if masked == value else f"{masked} (sha256 {json_digest(value)[:16]})"
 
     visit("", recipe.model_dump(mode="json"))
     return flat
+
+
+def _names_only(loss: Any) -> Any:
+    """A loss that is a file is compared by content, too: the file may move."""
+    return [_names_only(each) for each in loss] if isinstance(loss, list) else os.path.basename(loss or "") or None
 
 
 def with_defaults(options: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class RunProcess:
         options."""
         now = {**identity, **mask_values(fixed_options(keep_fixed(self._recipe, facts.resolved)))}
         then = {**facts.identity, **with_defaults(facts.options, now)}
-        now, then = ({key: each[key] for key in each if key.split(".")[-1] not in may_change} for each in (now, then))
+        now, then = ({key: each[key] for key in each if key not in may_change} for each in (now, then))
         if (changed := differences(then, now)) and not self._accept_changes:
             raise refuse(changed, self._folder.path, facts.position.global_step)
         for change in changed:

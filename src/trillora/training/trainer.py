@@ -20,7 +20,7 @@ import jax
 
 from trillora.devices.cluster import join_cluster
 from trillora.devices.mesh import any_process
-from trillora.early.training import LENGTHS, check_not_finished
+from trillora.early.training import check_not_finished, lengths_of_last
 from trillora.engine.step import TrainState
 from trillora.errors import TrilloraError
 from trillora.events import AdaptersStarted, Alarm, Listener, Note, Recorded, ignore_events
@@ -181,7 +181,7 @@ class _Training(RunProcess):
         else:
             position = facts.position
             is_longer = position.entry == len(entries) and position.step < entries[-1].num_steps
-            self._check_unchanged(facts, identity(), LENGTHS if is_longer else ())
+            self._check_unchanged(facts, identity(), lengths_of_last(recipe) if is_longer else ())
             if is_longer:
                 position.reopen()
         ahead = Ahead(entries, model, memory_limit(devices), position.entry, facts is None, listener)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from trillora.data.batches import Batches
@@ -18,7 +19,7 @@ from trillora.data.documents import Documents
 from trillora.data.questions import Question, question_of
 from trillora.data.stage import StageData, evaluation_batches
 from trillora.devices.chips import GIB
-from trillora.devices.mesh import local_rows, put_batch
+from trillora.devices.mesh import local_rows, put_batch, replicated
 from trillora.engine.step import Batch
 from trillora.errors import TrilloraError
 from trillora.evaluation.token_metrics import PreferenceSums, RunningSums, TokenMetrics, TokenSums
@@ -48,14 +49,15 @@ class Evaluator:
         self._has_preferences = assembly.has_preferences
 
     def measure(
-        self, adapter: Tree, base: Tree, check: Callable[[], None], reference: Tree | None = None
+        self, adapter: Tree, base: Tree, check: Callable[[], None], reference: Tree | None = None, beta: float = 0.0
     ) -> TokenMetrics:
-        """`check` is called before every batch; it may raise to abandon the evaluation. `reference`: the adapter that
-        preferences are compared with."""
+        """`check` is called before every batch; it may raise to abandon the evaluation. For preferences, `reference`
+        is the adapter that they are compared with, and `beta` their strength."""
+        beta_on_devices = jax.device_put(np.float32(beta), replicated(self._mesh))
         sums: RunningSums = PreferenceSums() if self._has_preferences else TokenSums()
         for number in range(self.batches.steps_per_epoch):
             check()
-            sums.add(self._program(adapter, reference, base, self._placed(number)))
+            sums.add(self._program(adapter, reference, base, beta_on_devices, self._placed(number)))
         return sums.metrics()
 
     def _placed(self, number: int) -> Batch:
@@ -206,6 +208,8 @@ def sample_questions(documents: Documents, count: int) -> list[Question]:
         if len(found) == count:
             break
         document = documents[index]
+        if document.weight < 0:
+            continue  # a bad answer is not what is expected
         if (question := question_of(document)) is None:
             cut = min(TEXT_PROMPT, len(document) // 2)
             tokens = document.tokens.tolist()

@@ -145,7 +145,8 @@ class Renderer:
             example, had_some = thinking.dropped(example)
             remarks += [thinking.DROPPED] if had_some else []
         rendered = self._counted(self.write(example))
-        if format == preferences.PREFERENCE and preferences.is_swapped(row):
+        # Columns that were named on purpose are right: the names of the scores cannot follow them.
+        if format == preferences.PREFERENCE and not self._settings.columns and preferences.is_swapped(row):
             remarks.append(preferences.SWAPPED)
         if self._rows is None and not self._settings.columns:
             remarks += unused_keys(read, format, self._settings.weight_key)

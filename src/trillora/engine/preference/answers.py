@@ -153,4 +153,4 @@ def _counts(batch: Batch, total: jax.Array) -> Counts:
     weights = batch["weights"]
     num_wanted = jnp.where(weights > 0, weights, 0).sum()
     num_tokens = (weights != 0).sum(dtype=jnp.float32)
-    return Counts(jnp.where(total > 0, total, 1), num_tokens, jnp.maximum(num_wanted, 1), {})
+    return Counts(jnp.where(total > 0, total, 1), num_tokens, jnp.where(num_wanted > 0, num_wanted, 1), {})

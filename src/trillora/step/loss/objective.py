@@ -2,7 +2,7 @@
 
     objective = objective_of(model, stage.recipe, chunk=512)
     step = make_train_step(objective, optimizer, schedule, max_grad_norm=1.0)
-    sums = evaluation_of(model, stage.recipe, chunk=512)(adapter, reference, base, batch)
+    sums = evaluation_of(model, stage.recipe, chunk=512)(adapter, reference, base, beta, batch)
 
 A loss of answers to learn is a sum over tokens. A loss of preferences needs two forward passes, with the adapter and
 with the reference, of which only the first has a gradient.
@@ -110,7 +110,7 @@ def objective_of(model: CausalLM, recipe: StageRecipe, chunk: int, beta: float |
         return {"kl": divergence_of(*both(adapter, reference, base, other), other)}
 
     of_rows = counts_of_pairs if train.rows == "pairs" else counts_of_labels
-    return Objective(sums, of_rows, METRICS, before if compares_others(train) else None)
+    return Objective(sums, of_rows, METRICS, before if train.compares_others else None)
 
 
 def _both_log_probs(
@@ -157,16 +157,11 @@ def has_segments(recipe: StageRecipe) -> bool:
     return recipe.data.pack or recipe.train.rows == "pairs"
 
 
-def compares_others(train: TrainSection) -> bool:
-    """Whether a batch also has every question with another answer."""
-    return "kto" in train.losses
-
-
 def batch_dtypes(recipe: StageRecipe) -> dict[str, jnp.dtype]:
     """The arrays of a batch."""
     others = {f"{OTHER}{name}": dtype for name, dtype in BATCH_DTYPES.items()}
     reference = {REFERENCE: jnp.float32} if recipe.train.precompute_ref_log_probs else {}
-    return {**BATCH_DTYPES, **(others if compares_others(recipe.train) else {}), **reference}
+    return {**BATCH_DTYPES, **(others if recipe.train.compares_others else {}), **reference}
 
 
 def reference_function(model: CausalLM, recipe: StageRecipe, chunk: int) -> Callable[[Tree, Tree, Batch], jax.Array]:
@@ -190,26 +185,37 @@ def log_prob_function(model: CausalLM, chunk: int, *, packed: bool) -> Callable[
 
 
 def evaluation_of(model: CausalLM, recipe: StageRecipe, chunk: int) -> Evaluation:
-    """Sums over a batch of the evaluation set."""
+    """Sums over a batch of the evaluation set. Adapters of a sweep share the program, so beta is an argument."""
     if recipe.train.rows == "answers":
         return _evaluation_of_tokens(model, chunk, packed=recipe.data.pack)
-    objective = objective_of(model, recipe, chunk)
+    both = _both_log_probs(model, recipe, chunk)
 
-    def eval_step(adapter: Tree, reference: Tree, base: Tree, batch: Batch) -> Sums:
+    def eval_step(adapter: Tree, reference: Tree, base: Tree, beta: jax.Array, batch: Batch) -> Sums:
+        objective = objective_of(model, recipe, chunk, beta)
         counts = objective.counts(batch)
         if objective.before is not None:
             counts = counts._replace(means=objective.before(adapter, reference, base, batch))
-        no_dropout = MaskKey(jax.random.key(0), jnp.arange(len(batch["weights"])))
-        loss, means = objective.sums(adapter, reference, base, batch, no_dropout, counts)
-        sums = {name: jnp.stack(mean) for name, mean in means.items()}
-        weights = batch["weights"]
-        return {"loss": loss, "num_tokens": counts.num_tokens, "num_wanted": (weights * (weights > 0)).sum(), **sums}
+        policy, by_reference = both(adapter, reference, base, batch)
+        sums_of = _preference_sums(recipe.train, numbers_of(recipe.train)._replace(beta=beta))
+        # A mean over the tokens of chosen answers is a part of some losses. It is of the whole evaluation set, so it is
+        # summed apart: without it, the divisor of `Pairs.token_mean` is infinite; with it, the batch's own sum is left.
+        of_pairs, means = sums_of(policy, by_reference, batch, counts._replace(num_wanted=jnp.float32(jnp.inf)))
+        with_tokens, _ = sums_of(policy, by_reference, batch, counts._replace(num_wanted=counts.divisor))
+        wanted = jnp.maximum(batch["weights"], 0)
+        return {
+            "loss": of_pairs,
+            "token_loss": with_tokens - of_pairs,
+            "num_tokens": counts.num_tokens,
+            "num_wanted": wanted.sum(),
+            "wanted_log_p": (wanted * policy).sum(),
+            **{name: jnp.stack(mean) for name, mean in means.items()},
+        }
 
     return eval_step
 
 
 def _evaluation_of_tokens(model: CausalLM, chunk: int, *, packed: bool) -> Evaluation:
-    def eval_step(adapter: Tree, _reference: Tree, base: Tree, batch: Batch) -> Sums:
+    def eval_step(adapter: Tree, _reference: Tree, base: Tree, _beta: jax.Array, batch: Batch) -> Sums:
         inputs, targets, weights = model_inputs(batch, packed=packed), batch["targets"], batch["weights"]
         if model.has_separate_head:
             hidden, head_adapter = model.hidden(base, adapter, inputs), model.head_adapter(adapter)

@@ -33,6 +33,7 @@ class MemberPosition:
     reason: str = ""  # why it ended
     measured_at: NonNegativeInt | None = None  # step that was last evaluated
     best_loss: float | None = None  # lowest evaluation loss
+    best_accuracy: float | None = None  # of the same evaluation; of preferences, the share of pairs that are right
     best_step: PositiveInt | None = None
     num_worse: NonNegativeInt = 0  # evaluations since the last better one
     trial: list[float | None] = field(default_factory=list)  # losses since the last selection; None: not finite

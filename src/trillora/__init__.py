@@ -50,7 +50,8 @@ def train(
     listener: Listener | None = None,
     **overrides: object,
 ) -> TrainResult:
-    """Trains an adapter by a recipe (a YAML file or a mapping), and writes the run into the folder `out`.
+    """Trains an adapter by a recipe (a YAML file or a mapping), and writes the run into the folder `out`. A data file
+    in place of a recipe trains the embedded model, or `model`, with the default options.
 
     Overrides replace options of the recipe: whole sections (`train={"steps": 5}`) or dotted names
     (`**{"train.steps": 5}`). `tiny` uses the embedded model and small sizes, to try the recipe on a CPU. Without a
@@ -59,12 +60,13 @@ def train(
     from pathlib import Path
 
     from trillora.devices.quiet import quiet_libraries, start_gpu
+    from trillora.early.from_data import recipe_or_data
     from trillora.early.training import check_start
     from trillora.recipe.load import load_recipe
     from trillora.recipe.tiny import is_tiny_run
     from trillora.report.console import console_listener
 
-    loaded = load_recipe(recipe, overrides, tiny=tiny or is_tiny_run(out))
+    loaded = load_recipe(recipe_or_data(recipe), overrides, tiny=tiny or is_tiny_run(out))
     check_start(loaded, Path(out))
     quiet_libraries(loaded.hardware.backend)
     start_gpu(loaded.hardware.backend)
@@ -87,16 +89,21 @@ def load(run: str | Path, *, overrides: Sequence[str] = (), listener: Listener |
 def inspect_data(
     recipe: str | Path | Mapping[str, object], *, tiny: bool = False, **overrides: object
 ) -> list[DataReport]:
-    """Shows the data of a recipe, as `trillora inspect` does. Returns one report per stage."""
+    """Shows the data of a recipe or of a data file, as `trillora inspect` does. Returns one report per stage."""
+    from trillora.early.from_data import recipe_or_data
+    from trillora.early.training import check_files_of
+    from trillora.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe_or_data(recipe), overrides, tiny=tiny)
+    check_files_of(loaded)
     from trillora.data.summary import inspect
     from trillora.devices.quiet import hide_widget_warning
-    from trillora.recipe.load import load_recipe
     from trillora.recipe.schema import stages_of
     from trillora.report.data.screen import show
     from trillora.report.safe_console import SafeConsole
 
     hide_widget_warning()
-    reports = [inspect(stage.recipe) for stage in stages_of(load_recipe(recipe, overrides, tiny=tiny))]
+    reports = [inspect(stage.recipe) for stage in stages_of(loaded)]
     with SafeConsole() as console:  # one output of a notebook's cell, not one for each line
         for report in reports:
             show(report, console)
@@ -113,15 +120,22 @@ def run_preflight(
 ) -> list[PreflightResult]:
     """Shows whether a recipe fits these slices (`"kaggle"` or `["v5e-8", "kaggle"]`) and how long it takes, as
     `trillora preflight` does. Returns one result per slice."""
-    from trillora.preflight.verdict import preflight
+    from trillora.devices.slices import find_slice
+    from trillora.early.training import check_files_of
     from trillora.recipe.load import load_recipe
+
+    slices = [on] if isinstance(on, str) else on
+    for name in slices:
+        find_slice(name)
+    loaded = load_recipe(recipe, overrides, tiny=tiny)
+    check_files_of(loaded)
+    from trillora.preflight.verdict import preflight
     from trillora.report.console import console_listener
     from trillora.report.preflight_screen import show
     from trillora.report.safe_console import SafeConsole
 
-    slices = [on] if isinstance(on, str) else on
     with console_listener() as listener:
-        results = preflight(load_recipe(recipe, overrides, tiny=tiny), slices, estimate=estimate, listener=listener)
+        results = preflight(loaded, slices, estimate=estimate, listener=listener)
     with SafeConsole() as console:
         show(results, console)
     return results

@@ -15,7 +15,9 @@ import trillora
 from trillora.data.reading.files import expand
 from trillora.data.reading.readers import first_rows
 from trillora.data.rows import Fault, RawRow
+from trillora.devices.slices import find_slice
 from trillora.early import training
+from trillora.early.from_data import is_data_file, recipe_or_data
 from trillora.early.model import check_targets, linear_names
 from trillora.early.runs import check_service, check_source
 from trillora.early.training import check_data, check_files_of, check_not_finished, check_room, check_start
@@ -223,3 +225,33 @@ def test_a_model_is_not_taken_for_a_run(world: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(TrilloraError, match="no model 'dome'") as caught:
         check_source("dome")
     assert "did you mean 'done'?" in caught.value.do
+
+
+def test_python_takes_a_data_file_and_finds_a_missing_one_as_early(world: Path) -> None:
+    code = "import sys, trillora\ntry: {}\nexcept trillora.TrilloraError as e: print(e)\nprint(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(trillora.__file__).parent.parent)}
+    for call in (
+        "trillora.inspect_data('qs.csv')",
+        "trillora.train('qs.csv', out='new')",
+        "trillora.inspect_data('missing.yaml')",
+        "trillora.run_preflight('missing.yaml', on='v5e-1')",
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(call)], capture_output=True, text=True, cwd=world, env=environment
+        )
+        assert "did you mean 'qa.csv'?" in done.stdout, (call, done.stdout[:400], done.stderr[-400:])
+        assert not LARGE & {name.partition(".")[0] for name in done.stdout.split()}, call
+
+
+def test_a_folder_of_data_needs_no_recipe_and_a_run_is_none(world: Path) -> None:
+    (world / "texts").mkdir()
+    (world / "texts" / "one.txt").write_text("a text")
+    assert is_data_file("texts") and not is_data_file("runs/done") and not is_data_file("ok.yaml")
+    assert recipe_or_data("texts") == {"model": "smollm2", "data": str(world / "texts")}
+    assert recipe_or_data("ok.yaml") == "ok.yaml" and recipe_or_data({"model": "a"}) == {"model": "a"}
+
+
+def test_preflight_on_this_machine_says_what_to_do_here() -> None:
+    with pytest.raises(TrilloraError, match="'cpu' is none") as error:
+        find_slice("cpu")
+    assert "--tiny" in str(error.value.do) and "v5e-8" not in str(error.value)

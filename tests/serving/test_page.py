@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trillora.data.rendering.formats import convert, detect
 from trillora.report.run.write import write_report
 from trillora.serving.app import App
-from trillora.serving.http.server import Server, open_socket
+from trillora.serving.http.address import open_socket
+from trillora.serving.http.server import Server
 from trillora.serving.page.build import chat_page
 from trillora.serving.served import open_service
 

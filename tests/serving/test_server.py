@@ -37,7 +37,7 @@ from trillora.errors import TrilloraError
 from trillora.generation.generator import Generator
 from trillora.serving import served
 from trillora.serving.http import server
-from trillora.serving.http.server import read_key
+from trillora.serving.http.address import read_key
 from trillora.serving.lane import Lane
 from trillora.serving.programs import BatchShape
 from trillora.serving.served import open_service

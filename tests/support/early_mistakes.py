@@ -1,4 +1,4 @@
-"""Ten mistakes that people make at the command line, for tests and for benchmarks/mistakes.py.
+"""Mistakes that people make at the command line, for tests and for benchmarks/mistakes.py.
 
 `write_world` makes a folder in which `trillora ARGUMENTS` is each of them; `MISTAKES` has the arguments and a part of
 the answer. Nothing of this may import jax, torch or transformers.
@@ -25,6 +25,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "finished run": (("train", "ok.yaml", "--out", "runs/done"), "already contains a finished run"),
     "wrong run in chat": (("chat", "runs/dome"), "did you mean 'done'?"),
     "wrong run in eval": (("eval", "runs/dome"), "did you mean 'done'?"),
+    "wrong run in serve": (("serve", "runs/dome", "--port", "0"), "did you mean 'done'?"),
     "wrong run in export": (("export", "runs/dome", "--to", "merged"), "did you mean 'done'?"),
 }
 

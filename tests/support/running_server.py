@@ -16,7 +16,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from trillora.serving.app import App
-from trillora.serving.http.server import Server, open_socket
+from trillora.serving.http.address import open_socket
+from trillora.serving.http.server import Server
 from trillora.serving.served import Service
 
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]

@@ -71,7 +71,7 @@ def serve(
     if base and adapters:
         what = "--base and --adapter contradict each other."
         raise TrilloraError(what, where="--adapter", do="leave out one of them")
-    from trillora.serving.http.server import open_socket, read_key
+    from trillora.serving.http.address import open_socket, read_key
 
     key = read_key(host, key_env)
     given = [*(overrides or ()), *(["model.trust_remote_code=true"] if trust else [])]
@@ -101,7 +101,8 @@ def _run(service: Service, opened: socket.socket, host: str, key: str | None, *,
     import gc
 
     from trillora.generation.system_message import trained_with
-    from trillora.serving.app import App, is_loopback
+    from trillora.serving.app import App
+    from trillora.serving.http.address import is_loopback
     from trillora.serving.http.server import Server
     from trillora.serving.page.build import chat_page
 

@@ -18,6 +18,7 @@ from trillora.model.loading.growth import trained_tokens
 from trillora.recipe.data_section import DataSection
 from trillora.recipe.losses import Rows
 from trillora.recipe.schema import StageRecipe
+from trillora.safe_text import seen_from_here
 
 SCHEMA_DO = "put one JSON object into the file, or change data.json_schema"
 TEMPLATE_DATE_REASON = "the chat template writes the date; a resumed run must write the same one"
@@ -50,7 +51,7 @@ def open_dataset(recipe: StageRecipe, tokenizer: Tokenizer, listener: Listener, 
         say=lambda text: listener(Alarm(text)),
     )
     for file in dataset.files:
-        listener(Note(f"Data {file['name']}: {file['format']}, {file['num_rows']:,} rows"))
+        listener(Note(f"Data {seen_from_here(file['name'])}: {file['format']}, {file['num_rows']:,} rows"))
     if not dataset.is_new:
         listener(Note("Data already tokenized: read from the cache"))
     for note in dataset.notes:

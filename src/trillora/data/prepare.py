@@ -397,7 +397,7 @@ class _StoreBuilder:
         if self.on_bad_row == "refuse" and isinstance(first, BadRow) and first.what != NO_CHAT_TEMPLATE:
             row = batch.rows[0]
             where = place(self.use.files[batch.file].name, row.member, row.line, row.nth)
-            what = f"{first.what} None of the first {len(outcomes)} rows can be used."
+            what = f"{first.what.rstrip('.')}. None of the first {len(outcomes)} rows can be used."
             raise TrilloraError(what, where=where, do=first.do)
 
     def _truncated(self, row: RawRow, format: str, rendered: Outcome, document: EncodedRow) -> EncodedRow:

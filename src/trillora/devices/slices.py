@@ -142,6 +142,7 @@ NOTEBOOK_SLICES: dict[str, Slice] = {
 ALIASES = (("v5litepod-", "v5e-"), ("tpu7x-", "7x-"), ("v7x-", "7x-"), ("tpuv5e8", "kaggle"))
 
 
+_HERE = ("cpu", "mac", "mps", "metal")
 # Names of GPUs: T4, P100, 2xT4, A100-80GB, H200, RTX 4090, L40S, MI300X.
 _GPU = re.compile(
     r"gpu|cuda|nvidia|geforce|[rg]tx|tesla|"
@@ -160,6 +161,10 @@ def find_slice(name: str) -> Slice:
         what = f"Preflight asks the TPU compiler about TPU slices; {name!r} is a GPU."
         do = "train a few steps on the GPU itself, which shows memory and speed: trillora train RECIPE --out RUN"
         raise TrilloraError(what, where="--on", do=f"{do} train.steps=5; see docs/gpu.md")
+    if key in _HERE:
+        what = f"Preflight asks the TPU compiler about TPU slices; {name!r} is none."
+        do = "on this machine, train with --tiny or a few steps: trillora train RECIPE --out RUN train.steps=5"
+        raise TrilloraError(what, where="--on", do=do)
     if key not in known:
         guess = nearest(key, known)
         hint = f"did you mean {guess}? " if guess else ""

@@ -13,21 +13,26 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trillora.early.training import loss_for
 from trillora.files.user_path import user_path
 from trillora.recipe import yaml
 from trillora.recipe.schema import EMBEDDED, Recipe
-from trillora.runs.files import RECIPE_FILE
+from trillora.runs.files import RECIPE_FILE, is_run
 from trillora.secrets import mask_values
 
 _DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|txt|md|csv|tsv|parquet|tar|tgz|zip)(\.gz|\.zst)?$", re.IGNORECASE)
 
 
 def is_data_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names data instead of a recipe. The recipe that a run saves is a JSON file too."""
+    """Whether a path names data instead of a recipe: a file with rows, or a folder of them. The recipe that a run saves
+    is a JSON file too."""
     name = os.path.basename(os.fspath(path))
+    if os.path.isdir(path):
+        return not is_run(Path(path))
     return name != RECIPE_FILE and _DATA_FILE.search(name) is not None
 
 
@@ -37,6 +42,12 @@ def options_from_data(file: str | os.PathLike[str], model: str = EMBEDDED) -> di
     path = os.path.abspath(user_path(file, where="the data file"))
     loss = loss_for(path)
     return {"model": model, "data": path, **({} if loss == "sft" else {"train": {"loss": loss}})}
+
+
+def recipe_or_data(recipe: str | os.PathLike[str] | Mapping[str, object]) -> Any:
+    """A recipe as it is, or the options that data make one of."""
+    is_data = not isinstance(recipe, Mapping) and is_data_file(recipe)
+    return options_from_data(recipe) if is_data else recipe  # type: ignore[arg-type]
 
 
 def recipe_text(recipe: Recipe, *comments: str) -> str:

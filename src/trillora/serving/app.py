@@ -7,9 +7,7 @@ GET  /report  the run's report.html              GET  /  a page to chat with, if
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-import ipaddress
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,6 +20,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route, Router
 
 from trillora.serving.completions import RETRY_SECONDS, Completions
+from trillora.serving.http.address import is_loopback
 from trillora.serving.http.connections import MAX_DISCARDED_BYTES
 from trillora.serving.page.build import Page
 from trillora.serving.protocol import HttpError
@@ -199,13 +198,6 @@ class _Post:
         response = await self._app.answer(self._how, receive, send)
         if response is not None:
             await response(scope, receive, send)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this name or address always means the machine itself."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -19,56 +19,15 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from trillora.errors import TrilloraError
-from trillora.serving.app import App, is_loopback
+from trillora.serving.app import App
 from trillora.serving.engine import Engine
 from trillora.serving.http.connections import ACCEPTED_AT_ONCE, IDLE_SECONDS, Connection, Connections
 from trillora.serving.http.log import FailureLog, install
 
 GRACE_SECONDS = 2.0
 END_SECONDS = 3.5
-SHORTEST_KEY = 8  # characters
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LONGEST_QUEUE = 2048  # connections that wait to be accepted
-
-
-def read_key(host: str, variable: str | None) -> str | None:
-    """The key that clients must send. Only an environment variable has it: other users can read a command line."""
-    if variable is None:
-        if is_loopback(host):
-            return None
-        raise TrilloraError(
-            f"A server on {host} can be reached from other machines, so it needs a key.",
-            where="--host",
-            do="put a key into an environment variable and name it with --key-env, or use --host 127.0.0.1",
-        )
-    key = os.environ.get(variable, "").strip()
-    if len(key) < SHORTEST_KEY or not key.isascii():
-        raise TrilloraError(
-            f"The environment variable {variable} has no key of at least {SHORTEST_KEY} ASCII characters.",
-            where="--key-env",
-            do=f"set it, for example: export {variable}=$(openssl rand -hex 16)",
-        )
-    return key
-
-
-def open_socket(host: str, port: int) -> socket.socket:
-    """Port 0 is any free one."""
-    opened: socket.socket | None = None
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        opened = socket.socket(found[0], found[1])
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(found[4])
-    except (OSError, OverflowError) as error:
-        if opened is not None:
-            opened.close()
-        raise TrilloraError(
-            f"The address {host}:{port} cannot be used: {error}.",
-            where="--host and --port",
-            do="choose another --port; 0 takes any that is free",
-        ) from None
-    return opened
 
 
 class Server(uvicorn.Server):

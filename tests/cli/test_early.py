@@ -132,6 +132,14 @@ def test_rows_that_the_recipe_explains_pass(world: Path, options: dict[str, obje
     check_data(DataSection.model_validate({"path": "odd.csv", **options}))
 
 
+def test_keys_that_the_recipe_drops_do_not_show_a_format(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1+1?", "answer": "2", "text": "1+1? 2"}\n')
+    with pytest.raises(TrilloraError, match="several formats"):
+        check_data(DataSection(path=str(file)))
+    check_data(DataSection(path=str(file), drop_keys=("text",)))
+
+
 def test_data_of_the_hub_and_of_urls_is_not_opened() -> None:
     check_data(DataSection(path="owner/name"))
     check_data(DataSection(path="s3://bucket/rows.jsonl"))
@@ -180,6 +188,11 @@ def test_linear_layers_are_found_in_the_weight_files(world: Path) -> None:
 
 @pytest.mark.parametrize("target", ["experts", "re:.*anything", "*.layers.9.*", "model.layers.0.none"])
 def test_patterns_are_left_to_the_model_itself(world: Path, target: str) -> None:
+    check_targets(LoraSection(targets=("q_proj", target)), world / "model")
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "wte"])
+def test_the_embedding_and_a_tied_head_are_left_to_the_model_itself(world: Path, target: str) -> None:
     check_targets(LoraSection(targets=("q_proj", target)), world / "model")
 
 

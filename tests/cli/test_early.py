@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 from early_mistakes import MISTAKES, write_world
+from typer.testing import CliRunner
 
 import trillora
+from trillora.cli import app
 from trillora.data.reading.files import expand
 from trillora.data.reading.readers import first_rows
 from trillora.data.rows import Fault, RawRow
 from trillora.early import training
 from trillora.early.model import check_targets, linear_names
-from trillora.early.runs import check_service, check_source
+from trillora.early.runs import check_exportable, check_service, check_source
 from trillora.early.training import check_data, check_files_of, check_not_finished, check_room, check_start
 from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
@@ -221,6 +223,16 @@ def test_an_unfinished_run_answers_only_with_its_base(world: Path) -> None:
         check_source("runs/done")
     unfinished.rename(unfinished.with_name("step-00000004"))
     check_source("runs/done")
+
+
+def test_an_export_finds_the_checkpoints_that_its_command_names(world: Path) -> None:
+    shutil.rmtree("runs/done/adapter")
+    (world / "elsewhere" / "step-00000004").mkdir(parents=True)
+    with pytest.raises(TrilloraError, match="no checkpoint"):
+        check_exportable("runs/done")
+    check_exportable("runs/done", overrides=[f"train.checkpoint_dir={world / 'elsewhere'}"])
+    result = CliRunner().invoke(app, ["export", "runs/done", "--to", "merged", "--checkpoints", "elsewhere"])
+    assert "elsewhere/step-00000004" in result.output  # it is read, and is not whole
 
 
 def test_the_error_for_a_wrong_run_names_the_runs_there(world: Path) -> None:

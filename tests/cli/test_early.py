@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from early_mistakes import MISTAKES, write_world
+from typer.testing import CliRunner
 
 import trillora
+from trillora.cli import app
 from trillora.data.reading.files import expand
 from trillora.data.reading.readers import first_rows
 from trillora.data.rows import Fault, RawRow
@@ -19,7 +21,7 @@ from trillora.devices.slices import find_slice
 from trillora.early import training
 from trillora.early.from_data import is_data_file, recipe_or_data
 from trillora.early.model import check_targets, linear_names
-from trillora.early.runs import check_service, check_source
+from trillora.early.runs import check_exportable, check_service, check_source
 from trillora.early.training import check_data, check_files_of, check_not_finished, check_room, check_start
 from trillora.errors import TrilloraError
 from trillora.recipe.data_section import DataSection
@@ -134,6 +136,14 @@ def test_rows_that_the_recipe_explains_pass(world: Path, options: dict[str, obje
     check_data(DataSection.model_validate({"path": "odd.csv", **options}))
 
 
+def test_keys_that_the_recipe_drops_do_not_show_a_format(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1+1?", "answer": "2", "text": "1+1? 2"}\n')
+    with pytest.raises(TrilloraError, match="several formats"):
+        check_data(DataSection(path=str(file)))
+    check_data(DataSection(path=str(file), drop_keys=("text",)))
+
+
 def test_data_of_the_hub_and_of_urls_is_not_opened() -> None:
     check_data(DataSection(path="owner/name"))
     check_data(DataSection(path="s3://bucket/rows.jsonl"))
@@ -185,6 +195,11 @@ def test_patterns_are_left_to_the_model_itself(world: Path, target: str) -> None
     check_targets(LoraSection(targets=("q_proj", target)), world / "model")
 
 
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "wte"])
+def test_the_embedding_and_a_tied_head_are_left_to_the_model_itself(world: Path, target: str) -> None:
+    check_targets(LoraSection(targets=("q_proj", target)), world / "model")
+
+
 def test_a_mixture_of_experts_is_left_to_the_model_itself(world: Path) -> None:
     (world / "model" / "config.json").write_text('{"text_config": {"num_experts": 8}}')
     check_targets(LoraSection(targets=("w1",)), world / "model")
@@ -210,6 +225,16 @@ def test_an_unfinished_run_answers_only_with_its_base(world: Path) -> None:
         check_source("runs/done")
     unfinished.rename(unfinished.with_name("step-00000004"))
     check_source("runs/done")
+
+
+def test_an_export_finds_the_checkpoints_that_its_command_names(world: Path) -> None:
+    shutil.rmtree("runs/done/adapter")
+    (world / "elsewhere" / "step-00000004").mkdir(parents=True)
+    with pytest.raises(TrilloraError, match="no checkpoint"):
+        check_exportable("runs/done")
+    check_exportable("runs/done", overrides=[f"train.checkpoint_dir={world / 'elsewhere'}"])
+    result = CliRunner().invoke(app, ["export", "runs/done", "--to", "merged", "--checkpoints", "elsewhere"])
+    assert "elsewhere/step-00000004" in result.output  # it is read, and is not whole
 
 
 def test_the_error_for_a_wrong_run_names_the_runs_there(world: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from early_mistakes import write_world
@@ -14,6 +16,8 @@ from typer.testing import CliRunner, Result
 
 import trillora
 from trillora.cli import app
+from trillora.data.rendering.formats import convert
+from trillora.data.rendering.sandbox import RowTemplate
 from trillora.early.training import check_start
 from trillora.recipe.load import load_recipe
 from trillora.recipe.schema import Recipe
@@ -64,6 +68,41 @@ def test_a_system_prompt_needs_questions_and_answers(world: Path) -> None:
     result = invoke("--model", "smollm2", "--data", "texts.jsonl", "--system", "Be brief.")
     assert result.exit_code == 2 and "leave out --system" in result.output
     assert not (world / "texts.yaml").exists()
+
+
+def test_a_system_prompt_keeps_the_input_of_every_row(world: Path) -> None:
+    """Rows as the format alpaca renders them, with the system prompt; the first row has no input."""
+    rows: list[dict[str, Any]] = [
+        {"instruction": "Say hello.", "input": "", "output": "Hello."},
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"instruction": "Add.", "input": None, "output": "What?"},
+        {"instruction": "Say bye.", "output": "Bye."},
+    ]
+    (world / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = made("--model", "smollm2", "--data", "qa.jsonl", "--system", "Be brief.")
+    assert recipe.data is not None and recipe.data.template is not None
+    template = RowTemplate(recipe.data.template.model_dump(exclude_none=True))
+    for row in rows:
+        assert template.convert(row) == convert({**row, "system": "Be brief."}, "alpaca")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [{"role": "user", "content": "1+1?"}], "completion": [{"role": "assistant", "content": "2"}]},
+        {"instruction": "Add.", "input": "", "output": "3", "history": [["1+1?", "2"]]},
+        {"question": "1+1?", "answer": "2", "system": "Count."},
+        {"question": "1+1?", "answer": "2", "tools": [{"name": "add"}]},
+        {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
+        {"prompt": "1+1?", "completion": "3", "label": False},
+    ],
+)
+def test_a_system_prompt_is_refused_where_a_template_would_lose_a_part_of_the_row(world: Path, row: object) -> None:
+    (world / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert invoke("--model", "smollm2", "--data", "rows.jsonl", "--recipe", "a.yaml").exit_code == 0
+    result = invoke("--model", "smollm2", "--data", "rows.jsonl", "--system", "Be brief.", "--recipe", "b.yaml")
+    assert result.exit_code == 2 and "leave out --system" in result.output, result.output
+    assert not (world / "b.yaml").exists()
 
 
 def test_without_a_terminal_the_missing_options_are_named() -> None:

@@ -17,11 +17,12 @@ from architecture_checks import LOGITS, base_weights, distance
 from huggingface_hub.errors import StrictDataclassError
 from tiny_run import write_model
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trillora.errors import TrilloraError
 from trillora.model.bridge import CausalLM, ModelOptions
-from trillora.model.limits import HAS_OWN_ROTATION, check_rows, why_not_scaled
+from trillora.model.limits import HAS_OWN_ROTATION, can_have_yarn, check_rows, why_not_scaled
 from trillora.model.loading.rope import ScaledPositions, read_positions, rope_of, scale_positions
 from trillora.model.loading.source import load_config
 from trillora.recipe.lora import RopeSection
@@ -120,6 +121,8 @@ def test_the_text_model_of_a_wrapper_is_scaled(tmp_path: Path) -> None:
         ("falcon", {"alibi": True}, "no rotary positions"),
         ("recurrent_gemma", {}, "no rotary positions"),
         ("gemma3_text", {}, "kinds of layers"),
+        ("phi3", {}, "longrope only"),
+        ("phimoe", {}, "longrope only"),
         (
             "llama",
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}},
@@ -156,6 +159,35 @@ def test_every_model_that_can_be_scaled_reads_the_rope_type() -> None:
         assert any("ROPE_INIT_FUNCTIONS" in each for each in code) != (kind in HAS_OWN_ROTATION), name
         seen.add(kind)
     assert len(seen) > 60 and seen.issuperset(HAS_OWN_ROTATION)
+
+
+def test_every_scaled_config_is_read_again_and_has_frequencies_without_a_head_dim() -> None:
+    seen = set()
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        for kind in BY_HAND:
+            try:
+                text = AutoConfig.for_model(name).get_text_config()
+            except (ValueError, KeyError, ImportError, StrictDataclassError):  # as above
+                continue
+            if why_not_scaled(text) is not None or (kind == "yarn" and not can_have_yarn(text)):
+                continue
+            scale_positions(text, RopeSection.model_validate({"type": kind, "factor": 4}), "config.json")
+            if not can_have_yarn(text):
+                assert torch.isfinite(ROPE_INIT_FUNCTIONS[kind](text, torch.device("cpu"))[0]).all()
+            assert type(text).from_dict(text.to_dict()).rope_parameters == text.rope_parameters
+            seen.add((name, kind))
+    assert len({name for name, _ in seen}) > 60
+    assert {("mixtral", "llama3"), ("mixtral", "linear")} <= seen
+
+
+def test_yarn_without_a_head_dim_is_refused_and_not_proposed() -> None:
+    config = AutoConfig.for_model("mixtral", max_position_embeddings=16)
+    with pytest.raises(TrilloraError, match="no head_dim") as caught:
+        scale_positions(config, RopeSection(type="yarn", factor=4), "config.json")
+    assert "type: llama3 or linear" in str(caught.value.do)
+    with pytest.raises(TrilloraError, match="40 tokens") as caught:
+        check_rows(config, 40)
+    assert "model.rope: {type: llama3, factor: 3}" in str(caught.value.do)
 
 
 def test_rows_that_are_too_long_say_the_lines_to_write() -> None:

@@ -69,7 +69,7 @@ def export(
     with progress_on_stderr(as_json=as_json) as listener:
         from trillora.early.runs import check_exportable
 
-        check_exportable(name, adapter)
+        check_exportable(name, adapter, overrides)
         from trillora.export.source import open_source
         from trillora.files.user_path import user_path
 
@@ -117,7 +117,7 @@ def _to_hub(
 
         from trillora.early.runs import check_exportable
 
-        check_exportable(name, adapter)
+        check_exportable(name, adapter, overrides)
         from trillora.export.merged import export_merged
         from trillora.export.source import open_source
 

@@ -1,8 +1,9 @@
 """Whether the base model can be found, and whether it has the layers that LoRA targets name, by its files alone.
 
 The names of the layers come from the headers of the weight files. The model is not built, so only plain names such as
-`q_prj` are judged here. MoE models are left out: their weights have other names in memory. The trainer
-checks all of them again.
+`q_prj` are judged here. MoE models are left out: their weights have other names in memory. Names of embeddings and of
+heads are left out too: a tied head is not stored, and some are stored under another name. The trainer checks all of
+them again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from trillora.recipe.lora import LoraSection
 from trillora.recipe.schema import EMBEDDED, ModelSection
 
 _PLAIN = re.compile(r"[A-Za-z_]\w*")  # a target that is the last part of a name
+_OF_TOKENS = re.compile(r"embed|\bwte\b|head$")
 _NO_LINEAR = re.compile(r"embed|norm|\bwte\b|\bwpe\b")
 
 
@@ -44,7 +46,8 @@ def check_targets(lora: LoraSection, folder: Path | None) -> None:
         return
     linear = linear_names(folder)
     for number, target in enumerate(lora.targets if linear else ()):
-        if _PLAIN.fullmatch(target) and target not in (ALL_LINEAR, EXPERTS) and not matching(target, linear, ""):
+        is_judged = _PLAIN.fullmatch(target) and target not in (ALL_LINEAR, EXPERTS) and not _OF_TOKENS.search(target)
+        if is_judged and not matching(target, linear, ""):
             name = (config.get("architectures") or [config.get("model_type") or "the model"])[0]
             raise matches_nothing(f"LoRA target {target!r}", name, target, linear, f"lora.targets[{number}]")
 

@@ -31,6 +31,8 @@ from trillora.recipe.losses import rows_of
 BACKENDS = ("auto", "cpu", "gpu", "tpu")  # of this machine
 NOTEBOOKS = ("colab", "kaggle")
 PLACES = (*BACKENDS, *NOTEBOOKS)
+_IN_THE_ROWS = "leave out --system, and write the prompt into the rows: the first message has the role system"
+_INPUT = "{% if input | default('', true) | trim %}\n\n{{ input }}{% endif %}"  # of alpaca; not every row has it
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ def new_recipe(answers: NewRecipe, folder: Path) -> str:
     loss = loss_for(data.path)
     compares = loss != "sft"
     check_data(data, rows_of([loss]))
+    if compares and answers.system:
+        what = f"The rows of this file have answers to compare ({loss}): no system prompt can be added to them."
+        raise TrilloraError(what, where=data.path, do=_IN_THE_ROWS)
     is_here = Path.cwd() == folder  # relative paths of a recipe start at its folder
     shown = answers.data if is_here and not answers.data.startswith("~") else str(data.path)
     model = answers.model if is_here or not answers.model.startswith(".") else os.path.abspath(answers.model)
@@ -110,10 +115,10 @@ def _template(data: DataSection, system: str) -> dict[str, Any]:
         raise TrilloraError(error.what, where=data.path, do=error.do) from None
     if columns is None:
         what = "A system prompt can be added to rows with a question and an answer; the rows of this file have others."
-        do = "leave out --system, and write the prompt into the rows: the first message has the role system"
-        raise TrilloraError(what, where=data.path, do=do)
+        raise TrilloraError(what, where=data.path, do=_IN_THE_ROWS)
     question, answer = (_variable(name) for name in columns)
-    return {"system": _literal(system), "user": question, "assistant": answer}
+    user = question + _INPUT if columns[0] == "instruction" else question
+    return {"system": _literal(system), "user": user, "assistant": answer}
 
 
 def _variable(column: str) -> str:

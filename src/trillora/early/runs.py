@@ -71,10 +71,10 @@ def check_service(name: str, overrides: Sequence[str], *, adapters: Sequence[str
     check_source(name, overrides, with_adapter=not only_base and not has_several)
 
 
-def check_exportable(name: str | Path, adapter: str | None = None) -> None:
+def check_exportable(name: str | Path, adapter: str | None = None, overrides: Sequence[str] = ()) -> None:
     """Checks the run or the adapter of an export."""
     path = user_path(name, where="the run or adapter")
     if is_run(path):
-        check_run(path, adapter=adapter)
+        check_run(path, overrides, adapter=adapter)
     else:
         find_adapter(path)

@@ -162,7 +162,7 @@ def _check_rows(file: DataFile, data: DataSection, rows: Rows) -> None:
         except BadRow as error:
             raise refused(error.what, where, error.do) from None
         try:
-            knows_format = knows_format or bool(detect(picked(content, data.columns), rows))
+            knows_format = knows_format or bool(detect(picked(content, data.columns, data.drop_keys), rows))
         except BadRow as error:
             unknown = unknown or refused(error.what, where, error.do)
     if unknown is not None and not knows_format:

@@ -27,6 +27,8 @@ REFUSED_BY_PEFT = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2",
 
 # Their code computes rotary frequencies itself, and does not read the type.
 HAS_OWN_ROTATION = ("recurrent_gemma",)
+# transformers reads no other scaling in a config.json of these models: a merged model could not be loaded.
+HAS_ONLY_LONGROPE = ("phi3", "phi4_multimodal", "phimoe")
 _OF_PLAIN_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
@@ -49,6 +51,8 @@ def why_not_scaled(config: PretrainedConfig) -> str | None:
         return "it has no rotary positions that transformers can scale"
     if "rope_type" not in parameters:
         return "its kinds of layers have different rotary positions"
+    if text.model_type in HAS_ONLY_LONGROPE:
+        return f"transformers scales the positions of {text.model_type} by longrope only"
     if (kind := parameters["rope_type"]) != "default":
         return f"its own config has rotary positions of the type {kind} already"
     if others := [key for key, value in parameters.items() if value is not None and key not in _OF_PLAIN_ROPE]:
@@ -56,6 +60,12 @@ def why_not_scaled(config: PretrainedConfig) -> str | None:
     if not isinstance(getattr(text, "max_position_embeddings", None), int):
         return "its config does not say for how many positions it was trained (max_position_embeddings)"
     return None
+
+
+def can_have_yarn(config: PretrainedConfig) -> bool:
+    """Whether transformers can compute yarn for a model that can be scaled: it needs a head_dim, which some configs
+    leave empty."""
+    return getattr(config.get_text_config(), "head_dim", 0) is not None
 
 
 def check_rows(config: PretrainedConfig, sequence_length: int, rope: RopeSection | None = None) -> None:
@@ -83,4 +93,5 @@ def _or_scale(config: PretrainedConfig, missing: float, rope: RopeSection | None
         return f", or set model.rope.factor to {math.ceil(rope.factor * missing)}"
     if why_not_scaled(config) is not None:
         return ""
-    return f", or scale the positions: model.rope: {{type: yarn, factor: {math.ceil(missing)}}}"
+    kind = "yarn" if can_have_yarn(config) else "llama3"
+    return f", or scale the positions: model.rope: {{type: {kind}, factor: {math.ceil(missing)}}}"

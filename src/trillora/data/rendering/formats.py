@@ -44,6 +44,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names for the
 _KEPT_TEXT = ("name", "tool_call_id", *REASONING_KEYS)  # what chat templates read in addition to role and content
 _UNTRAINED = "weight"  # key of a checked turn that is not trained, until `chat` removes it
 ARGUMENTS_KEY = "chat_template_kwargs"  # TRL's name for a row's arguments of the chat template
+_MORE_THAN_A_ROUND = (*SYSTEM_KEYS, "history", "tools", ARGUMENTS_KEY)
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")  # of data sets for multimodal models
 _TURN_FORM = 'write each turn as {"role": "user", "content": "..."}'
 _SHAREGPT_FORM = 'write each turn as {"from": "human", "value": "..."}'
@@ -139,12 +140,14 @@ def in_yaml(columns: dict[str, str]) -> str:
 
 
 def columns_of(format: str, row: Row) -> tuple[str, str] | None:
-    """The keys of the question and of the answer, in a format that has one of each."""
+    """The keys of the question and of the answer, if the row has one text of each and nothing else that is rendered,
+    except the input of alpaca."""
     question, answers = _PLAIN_FORMATS.get(format, ("", ()))
     answer = next((key for key in answers if row.get(key) is not None), None)
-    if answer is None or answer == question or row.get("input"):  # of alpaca, which belongs to the question
+    if answer is None or answer == question or any(row.get(key) for key in _MORE_THAN_A_ROUND):
         return None
-    return question, answer
+    texts = (row[question], row[answer], row.get("input") or "")
+    return (question, answer) if all(isinstance(text, str) for text in texts) else None
 
 
 def convert(row: Row, format: str) -> Example:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trillora.errors import TrilloraError
 from trillora.files.read_json import read_json
-from trillora.model.limits import why_not_scaled
+from trillora.model.limits import can_have_yarn, why_not_scaled
 from trillora.recipe.lora import RopeSection, RopeType
 from trillora.runs.files import ROPE_FILE
 
@@ -98,6 +98,12 @@ def scale_positions(config: PretrainedConfig, rope: RopeSection, where: str) -> 
             f"model.rope cannot be used with this model: {why}.",
             where=f"model.rope, and {where}",
             do="remove model.rope; rows can have as many tokens as max_position_embeddings in config.json says",
+        )
+    if rope.type == "yarn" and not can_have_yarn(config):
+        raise TrilloraError(
+            "model.rope: transformers cannot compute yarn for this model: its config.json has no head_dim.",
+            where=f"model.rope, and {where}",
+            do="use model.rope.type: llama3 or linear, which need none",
         )
     text = config.get_text_config()
     original = text.max_position_embeddings

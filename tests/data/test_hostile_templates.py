@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -22,8 +23,9 @@ from trillora.data.open import data_options
 from trillora.data.prepare import DataOptions, Source, prepare
 from trillora.data.rendering.pool import MAX_AT_START, MAX_PAST_LIMIT, Worker
 from trillora.data.rendering.render import RenderedRow, RenderSettings
+from trillora.data.rendering.sandbox import names_needed
 from trillora.data.rendering.worker import HARD_SECONDS_PER_ROW, PROMPT
-from trillora.data.rows import BadRow
+from trillora.data.rows import BadRow, BadTemplate
 from trillora.errors import TrilloraError
 from trillora.generation.prompts import Prompts
 from trillora.recipe.load import load_recipe
@@ -310,3 +312,24 @@ def test_fuzzed_templates_end_in_text_or_an_error_within_their_limits() -> None:
         if number % 100 == 99:
             log_progress(f"templates: {number + 1}, {num_rendered} rows rendered, {num_refused} refused")
     assert num_rendered and num_refused
+
+
+@pytest.mark.parametrize(
+    ("source", "keys"),
+    [
+        ("{{ question }} {{ answer | trim }}{{ row.other }}", {"question", "answer"}),
+        ("{% set a = 1 %}{{ a }}{{ b[0].c }}{{ range(3) }}", {"b"}),
+        ("{% if kind %}{{ x }}{% endif %}{% for each in turns %}{{ each }}{% endfor %}", set()),
+        ("{{ a or b }}{{ c if d else e }}{{ f | default('') }}{{ g is defined }}", set()),
+        ("{% macro say(text) %}{{ text }}{% endmacro %}{{ say(words) }}", {"words"}),
+        ("{{ ('a' * 10 ** 10) * 10 ** 10 }}{{ x }}", {"x"}),  # parsed only: nothing is computed
+        ("(" * 5000, set()),
+        ("{{ " + "(" * 5000 + "x", None),
+    ],
+)
+def test_the_keys_that_a_template_needs_are_known_without_running_it(source: str, keys: set[str] | None) -> None:
+    if keys is None:
+        with contextlib.suppress(BadTemplate):  # or too deep for the parser: left to the process with limits
+            assert names_needed(source, "data.template.user") == set()
+    else:
+        assert names_needed(source, "data.template.user") == keys

@@ -21,7 +21,8 @@ PACKAGE = ROOT / "src" / "trillora"
 # Packages and top-level modules from low to high. Each may import what is in the tiers above its own line here, and
 # nothing in its own tier or below. A new package needs a place in this list. A module may be lower than its package.
 TIERS: tuple[tuple[str, ...], ...] = (
-    ("child_process", "errors", "events", "locks", "own_command", "runs.files", "safe_text", "secrets", "version"),
+    ("child_process", "errors", "events", "locks", "runs.files", "safe_text", "secrets", "version"),
+    ("own_command",),
     ("files",),
     ("recipe", "devices", "engine"),
     ("model",),

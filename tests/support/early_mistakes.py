@@ -15,11 +15,16 @@ from safetensors.numpy import save_file
 from trillora.recipe.load import load_recipe
 from trillora.recipe.run_file import dump
 
+TYPO = ("data.template={user: '{{ quest }}', assistant: '{{ answer }}'}",)
+OPEN = ("data.template={user: '{{ question', assistant: '{{ answer }}'}",)
 MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "misspelled option": (("train", "ok.yaml", "train.lerning_rate=1", "--out", "new"), "did you mean"),
     "missing data file": (("train", "missing.yaml", "--out", "new"), "did you mean 'qa.csv'?"),
     "rows of no format": (("train", "ok.yaml", "data=odd.csv", "--out", "new"), "matches no known format"),
     "row that is no JSON": (("train", "ok.yaml", "data=bad.jsonl", "--out", "new"), "bad.jsonl:2"),
+    "typo in a template": (("train", "ok.yaml", *TYPO, "--out", "new"), "it has no 'quest'"),
+    "template that is none": (("train", "ok.yaml", *OPEN, "--out", "new"), "not a valid Jinja template"),
+    "rows of two formats": (("train", "ok.yaml", "data=mixed.json", "--out", "new"), "mixed.json:3"),
     "wrong LoRA target": (("train", "ok.yaml", "lora.targets=[q_prj]", "--out", "new"), "did you mean 'q_proj'?"),
     "missing model": (("train", "ok.yaml", "model=./modle", "--out", "new"), "did you mean 'model'?"),
     "finished run": (("train", "ok.yaml", "--out", "runs/done"), "already contains a finished run"),
@@ -35,6 +40,7 @@ def write_world(folder: Path) -> None:
     (folder / "qa.csv").write_text("question,answer\nWhat is 1+1?,2\nWhat is 2+2?,4\n")
     (folder / "odd.csv").write_text("Frage;Antwort\n1+1?;2\n")
     (folder / "bad.jsonl").write_text('{"text": "one"}\n{"text": "two"\n')
+    (folder / "mixed.json").write_text('[\n{"text": "one"},\n{"question": "1+1?", "answer": "2"}\n]\n')
     (folder / "ok.yaml").write_text("model: ./model\ndata: qa.csv\n")
     (folder / "missing.yaml").write_text("model: ./model\ndata: qs.csv\n")
     (folder / "model").mkdir()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,11 +21,12 @@ from trillora.data.reading.files import DataFile, expand, kind_of
 from trillora.data.reading.readers import first_rows
 from trillora.data.rendering.chat_templates import NAMED, find_template
 from trillora.data.rendering.formats import picked
-from trillora.data.rendering.preferences import detect, rows_shown_by
+from trillora.data.rendering.preferences import convert, detect, rows_shown_by
 from trillora.data.rendering.render import parse
-from trillora.data.rows import BadRow, Fault, place, refused
+from trillora.data.rendering.sandbox import names_needed
+from trillora.data.rows import BadRow, BadTemplate, Fault, place, refused
 from trillora.early.model import check_model, check_targets
-from trillora.errors import TrilloraError
+from trillora.errors import TrilloraError, nearest
 from trillora.files.hub import HUB_ID_AT
 from trillora.files.user_path import user_path
 from trillora.recipe.data_section import DataSection
@@ -150,10 +151,18 @@ def _paths(data: DataSection) -> Iterator[str]:
 
 
 def _check_rows(file: DataFile, data: DataSection, rows: Rows) -> None:
-    """Refuses a file whose first rows cannot be read, or match no format."""
-    knows_format = data.format != "auto" or data.template is not None
+    """Refuses a file whose first rows cannot be read, or are not of one format."""
+    template = data.template.model_dump(exclude_none=True) if data.template is not None else {}
+    try:
+        needed = {name: names_needed(source, f"data.template.{name}") for name, source in template.items()}
+    except BadTemplate as error:
+        raise TrilloraError(error.what, where=error.where, do=error.do) from None
+    own = data.format if data.format != "auto" else None
+    found: dict[str, str] = {}  # member of an archive -> format of its rows
     unknown: TrilloraError | None = None
-    for row in first_rows(file, ROWS_READ, data.row_path):
+    lacking: list[TrilloraError] = []
+    first = list(first_rows(file, ROWS_READ, data.row_path))
+    for row in first:
         where = place(file.name, row.member, row.line)
         if isinstance(row, Fault):
             raise refused(row.what, where, row.do)
@@ -162,8 +171,24 @@ def _check_rows(file: DataFile, data: DataSection, rows: Rows) -> None:
         except BadRow as error:
             raise refused(error.what, where, error.do) from None
         try:
-            knows_format = knows_format or bool(detect(picked(content, data.columns, data.drop_keys), rows))
+            read = picked(content, data.columns, data.drop_keys)
+            if template:
+                lacking += [_lacks(needed, read, where)] if any(each - read.keys() for each in needed.values()) else []
+            else:
+                found[row.member] = own or found.get(row.member) or detect(read, rows)
+                convert(read, found[row.member])
         except BadRow as error:
+            if row.member in found:
+                raise refused(error.what, where, error.do) from None
             unknown = unknown or refused(error.what, where, error.do)
-    if unknown is not None and not knows_format:
+    if lacking and len(lacking) == len(first):  # a template that fits some rows is left to the rows themselves
+        raise lacking[0]
+    if unknown is not None and not found:  # else the row is refused later, in the words of the format
         raise unknown
+
+
+def _lacks(needed: Mapping[str, Set[str]], row: Mapping[str, object], where: str) -> TrilloraError:
+    name, missing = next((name, sorted(each - row.keys())) for name, each in needed.items() if each - row.keys())
+    what = f"data.template.{name} cannot be rendered with this row: it has no '{missing[0]}'."
+    hint = f"did you mean '{meant}'? " if (meant := nearest(missing[0], row)) else ""
+    return refused(what, where, f"{hint}Keys of the row: {' '.join(sorted(map(str, row))[:20])}")

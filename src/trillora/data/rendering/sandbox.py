@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
-from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
+from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, ExtensionAttribute, Node
 from jinja2.parser import Parser
@@ -111,9 +111,7 @@ class RowTemplate:
     """The templates of a recipe. They turn any JSON row into a chat, a prompt with its completion, or a text."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(keep_trailing_newline=True, undefined=StrictUndefined)
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
+        environment = _row_environment()
         self._templates = {
             name: _compiled(environment, source, f"data.template.{name}", f"data.template.{name}")
             for name, source in sources.items()
@@ -131,6 +129,41 @@ class RowTemplate:
             return Pair(written["prompt"], written["completion"])
         roles = [role for role in ("system", "user", "assistant") if role in written]
         return Chat([{"role": role, "content": written[role]} for role in roles])
+
+
+def _row_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(keep_trailing_newline=True, undefined=StrictUndefined)
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment
+
+
+def names_needed(source: str, name: str) -> set[str]:
+    """The keys that every row needs, so that a recipe's template can be rendered. The template is parsed only: nothing
+    of it runs. Names in conditions and loops may not be needed, and are not looked at."""
+    environment = _row_environment()
+    try:
+        tree = environment.parse(source)
+    except TemplateSyntaxError as error:
+        raise _not_valid(error, source, name, name) from None
+    except RecursionError:  # left to the process with limits
+        return set()
+    given = {each.name for each in tree.find_all(nodes.Name) if each.ctx != "load"}
+    given |= {each.name for each in tree.find_all(nodes.Macro)}
+    read = set()
+    for output in (node for node in tree.body if isinstance(node, nodes.Output)):
+        for part in output.nodes:
+            inside = [part, *part.find_all(Node)]
+            if not any(map(_may_not_read, inside)):
+                read |= {node.name for node in inside if isinstance(node, nodes.Name)}
+    return read - given - environment.globals.keys() - {"row"}
+
+
+def _may_not_read(node: Node) -> bool:
+    """Whether a part of an expression need not read its values: a or b, a if b, a is defined, a | default."""
+    if isinstance(node, nodes.Filter):
+        return node.name in ("default", "d")
+    return isinstance(node, (nodes.CondExpr, nodes.And, nodes.Or, nodes.Test))
 
 
 class _ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -163,13 +196,17 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str, name: str
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
-        why = (error.message or "it cannot be parsed").rstrip(".")
-        for name_of_token, token in _TOKENS.items():
-            why = why.replace(f"'{name_of_token}'", f"'{token}'").replace(name_of_token, f"'{token}'")
-        line = source.splitlines()[error.lineno - 1 : error.lineno]
-        shown = f": {shortened(line[0].strip(), 100)}" if line else ""
-        what = f"{name} is not a valid Jinja template: {why}."
-        raise BadTemplate(what, where, f"correct line {error.lineno} of the template{shown}") from None
+        raise _not_valid(error, source, name, where) from None
+
+
+def _not_valid(error: TemplateSyntaxError, source: str, name: str, where: str) -> BadTemplate:
+    why = (error.message or "it cannot be parsed").rstrip(".")
+    for name_of_token, token in _TOKENS.items():
+        why = why.replace(f"'{name_of_token}'", f"'{token}'").replace(name_of_token, f"'{token}'")
+    line = source.splitlines()[error.lineno - 1 : error.lineno]
+    shown = f": {shortened(line[0].strip(), 100)}" if line else ""
+    what = f"{name} is not a valid Jinja template: {why}."
+    return BadTemplate(what, where, f"correct line {error.lineno} of the template{shown}")
 
 
 def _rendered(template: Template, values: Mapping[str, object], what: str, do: str) -> str:

@@ -112,7 +112,10 @@ def test_a_run_with_a_file_is_the_run_with_the_name_and_knows_when_the_file_chan
     own = train(load_recipe(values), tmp_path / "own")
     assert own.losses == pytest.approx(named.losses, rel=1e-5)
     assert any("mine.py" in name for name in json.loads((tmp_path / "own" / "run.json").read_text("utf-8"))["identity"])
-    written(tmp_path, DPO + "# another\n")
+    (tmp_path / "moved").mkdir()
+    values["train"] |= {"loss": written(tmp_path / "moved", DPO), "steps": 4}
+    assert len(train(load_recipe(values), tmp_path / "own").losses) == 4  # only its content counts
+    written(tmp_path / "moved", DPO + "# another\n")
     values["train"]["steps"] = 5
     with pytest.raises(TrilloraError, match=r"train loss mine\.py has changed"):
         train(load_recipe(values), tmp_path / "own")

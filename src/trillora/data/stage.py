@@ -60,9 +60,10 @@ class StageData:
     def identity(self) -> dict[str, str]:
         """Digests of the tokenized rows, which depend on files, tokenizer, template and options; and of a loss that is
         a file."""
+        losses = self.recipe.train.losses
         own = {
-            f"{self.name} loss {number} {Path(name).name}": file_digest(Path(name))
-            for number, name in enumerate(self.recipe.train.losses, 1)
+            f"{self.name} loss {Path(name).name}{f' ({number})' if len(losses) > 1 else ''}": file_digest(Path(name))
+            for number, name in enumerate(losses, 1)
             if is_file(name)
         }
         return {

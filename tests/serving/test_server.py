@@ -35,6 +35,7 @@ from trillora.data.rendering.chat_templates import NAMED
 from trillora.engine.sampling import Sampling
 from trillora.errors import TrilloraError
 from trillora.generation.generator import Generator
+from trillora.runs.saved import SavedAdapter
 from trillora.serving import served
 from trillora.serving.http import server
 from trillora.serving.http.server import read_key
@@ -42,6 +43,7 @@ from trillora.serving.lane import Lane
 from trillora.serving.programs import BatchShape
 from trillora.serving.served import open_service
 
+STOPS_AT_IM_START = "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}"
 Reference = Callable[[list[int]], torch.Tensor]
 
 
@@ -88,11 +90,23 @@ def test_a_base_has_its_own_chat_template_here_and_in_a_chat(folder: Path, tmp_p
     own = (folder / "model" / "chat_template.jinja").read_text()
     for model, expected in ((folder / "model", own), (bare, trained)):
         generator = Generator.open(str(model), adapter=adapter)
-        models = served._models(generator, "base", {"adapter": adapter})
+        models = served._models(generator, "base", {"adapter": SavedAdapter(adapter, None)})
         assert {name: one.prompts.template for name, one in models.items()} == {"base": expected, "adapter": trained}
         for name, one in models.items():
             assert generator.encode(QUESTION, adapted=name == "adapter") == one.prompts.encode(QUESTION)
             assert set(one.prompts.stops) <= set(generator.prompts.stops)
+
+
+def test_stop_tokens_of_one_adapter_do_not_end_the_answers_of_another(folder: Path, tmp_path: Path) -> None:
+    first = shutil.copytree(folder / "one", tmp_path / "first")
+    (first / "chat_template.jinja").write_text(STOPS_AT_IM_START)
+    generator = Generator.open(str(folder / "model"), adapter=first)
+    adapters = {"first": SavedAdapter(first, None), "two": SavedAdapter(folder / "two", None)}
+    models = served._models(generator, "base", adapters)
+    stop = generator.prompts.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert [name for name, one in models.items() if stop in one.prompts.stops] == ["first"]
+    for one in models.values():
+        one.prompts.close()
 
 
 def test_the_models_are_the_base_and_every_adapter(running: Running) -> None:

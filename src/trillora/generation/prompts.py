@@ -78,12 +78,23 @@ class Prompts:
         self.template_stops = self._stop_of_template()
         self.stops = tuple(sorted({*stops, *own, *self.template_stops}))
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
     def with_template(self, template: str | None) -> Prompts:
         """The same tokenizer and stop tokens with another chat template."""
-        if template == self.template:
+        return self.with_options(template, self._date, self._arguments)
+
+    def with_options(
+        self, template: str | None, template_date: str | None, arguments: Mapping[str, object] | None
+    ) -> Prompts:
+        """The same tokenizer and stop tokens, with all that a run may say about its chat template."""
+        given = dict(arguments or {})
+        if (template, template_date, given) == (self.template, self._date, self._arguments):
             return self
         return Prompts(
-            self._tokenizer, template=template, template_date=self._date, arguments=self._arguments, stops=self.stops
+            self._tokenizer, template=template, template_date=template_date, arguments=given, stops=self.stops
         )
 
     def serve_strangers(self, num_at_once: int) -> None:

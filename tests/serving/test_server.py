@@ -175,6 +175,16 @@ def test_sampling_repeats_for_a_seed_and_equals_the_generator(running: Running, 
     assert len(without) > 1
 
 
+def test_equal_prompts_of_a_request_get_different_answers_unless_there_is_a_seed(running: Running) -> None:
+    body = {"model": "one", "prompt": ["The capital"] * 4, "max_tokens": 12, "temperature": 1.5}
+
+    def texts(**options: Any) -> list[str]:
+        return [choice["text"] for choice in running.post({**body, **options}, "/v1/completions").json()["choices"]]
+
+    assert len(set(texts())) > 1
+    assert texts(seed=7) == texts(seed=7, prompt="The capital") * 4
+
+
 def test_probabilities_are_those_of_the_model(running: Running, generator: Generator, reference: Reference) -> None:
     client = running.client()
     answer = client.chat.completions.create(

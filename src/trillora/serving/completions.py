@@ -189,7 +189,7 @@ class Completions:
             1.0 if options.temperature is None else options.temperature,
             1.0 if options.top_p is None else options.top_p,
             options.top_k or 0,
-            secrets.randbits(32) if options.seed is None else options.seed % 2**32,
+            seed,
         )
         return [
             Job(
@@ -197,12 +197,13 @@ class Completions:
                 prompt,
                 _answer_length(ask, longest, prompt),
                 inbox.receiver(number * n + choice),
-                sampling,
+                sampling if options.seed is not None else sampling._replace(seed=(seed + number) % 2**32),
                 number=choice,
                 stop_tokens=() if options.ignore_eos else ask.served.prompts.stops,
                 stop_texts=options.stops,
                 num_top=ask.num_top,
                 scores_prompt=ask.scores_prompt,
+        seed = secrets.randbits(32) if options.seed is None else options.seed % 2**32
             )
             for number, prompt in enumerate(ask.prompts)
             for choice in range(n)

@@ -81,13 +81,15 @@ class Completions:
             served.prompts.close()
 
     async def chat(self, body: bytes, receive: Receive, send: Send) -> str | None:
-        ask = await self._prepared(self._ask_chat, body, receive)
+        box = [body]
         del body
+        ask = await self._prepared(self._ask_chat, box, receive)
         return await self._answer(ask, receive, send)
 
     async def complete(self, body: bytes, receive: Receive, send: Send) -> str | None:
-        ask = await self._prepared(self._ask_completion, body, receive)
+        box = [body]
         del body
+        ask = await self._prepared(self._ask_completion, box, receive)
         return await self._answer(ask, receive, send)
 
     def served(self, name: str) -> Served:
@@ -98,9 +100,10 @@ class Completions:
             )
         return self._service.models[name]
 
-    async def _prepared(self, prepare: Callable[[bytes], Ask], body: bytes, receive: Receive) -> Ask:
-        threads = self._for_large if len(body) > LARGE_BODY else self._for_small
-        future = asyncio.get_running_loop().run_in_executor(threads, prepare, body)
+    async def _prepared(self, prepare: Callable[[bytes], Ask], box: list[bytes], receive: Receive) -> Ask:
+        """`box` has the body, and nothing else does: the queue of the threads keeps what was cancelled."""
+        threads = self._for_large if len(box[0]) > LARGE_BODY else self._for_small
+        future = asyncio.get_running_loop().run_in_executor(threads, lambda: prepare(box.pop()))
         try:
             async with watching(receive, future.cancel):
                 return await future
@@ -108,6 +111,8 @@ class Completions:
             if future.cancelled() and not _is_cancelled():
                 raise ClientGone from None
             raise
+        finally:
+            box.clear()
 
     def _ask_chat(self, body: bytes) -> Ask:
         request: ChatRequest = parse(ChatRequest, body)

@@ -26,14 +26,17 @@ from trillora.serving.stream import ClientGone
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_model(tmp_path_factory.mktemp("limits") / "model", tiny_run.llama(1))
+
+
+@pytest.fixture(scope="module")
+def running(model: Path) -> Iterator[Running]:
     """With the base and adapters whose numbers overflow: to equal logits, because a norm divides by infinity, and to
     NaN."""
-    folder = tmp_path_factory.mktemp("limits")
-    model = tiny_run.write_model(folder / "model", tiny_run.llama(1))
     adapters = []
     for name, factor in (("equal", 1e18), ("nan", 1e25)):
-        adapters.append(write_adapter(model, folder / name, seed=1))
+        adapters.append(write_adapter(model, model.parent / name, seed=1))
         weights = load_file(adapters[-1] / "adapter_model.safetensors")
         save_file({name: w * factor for name, w in weights.items()}, adapters[-1] / "adapter_model.safetensors")
     running = Running(open_service(str(model), adapters=[str(adapter) for adapter in adapters], num_rows=1))
@@ -173,6 +176,9 @@ def test_the_shortest_length_leaves_one_token_for_an_answer(model: Path) -> None
         assert service.engine.is_alive and service.engine.max_length == 2
     finally:
         service.engine.close()
+def test_failures_are_one_short_line_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    log = FailureLog()
+    for _ in range(1000):
         service.models["model"].prompts.close()
 
 

@@ -22,11 +22,13 @@ from trillora.engine.sampling import Sampling
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
 from trillora.model.decode import Decoder
+from trillora.events import ignore_events
 from trillora.model.kv_cache import StaticCache, held_slots, resized
 from trillora.serving.engine import Engine, QueueFull, Stopping
 from trillora.serving.job import AnswerPiece, Job, SampledToken
 from trillora.serving.lane import BatchSizes, Lane
-from trillora.serving.programs import Compiler, ServingPrograms
+from trillora.serving.programs import BatchShape, Compiler, ServingPrograms
+from trillora.serving.served import AdapterBatch, _warm_up
 from trillora.serving.text import AnswerText
 
 LONGEST = 96
@@ -198,6 +200,71 @@ def test_a_cache_keeps_its_tokens_when_it_changes_its_size() -> None:
     assert window == 8
 
     def ring(size: int) -> jax.Array:  # holds the number of each slot
+def test_scores_are_of_the_models_own_positions() -> None:
+    """A prompt of 98 tokens has 128 slots, which are more than the 100 positions that this model has learned."""
+    generator, _ = tiny_generator("gpt2")
+    [prompt] = random_prompts((98,))
+    config = copy.deepcopy(generator.model.module.config)
+    config.n_positions = 100
+    [table] = [name for name in generator.base if "wpe" in name]
+    few = {**generator.base, table: generator.base[table][:100]}
+    found = []
+    for limit, base in ((128, generator.base), (100, few)):
+        config.n_positions = limit
+        options = ModelOptions(scan=False, remat="none", mesh=generator.mesh)
+        decoder = Decoder(CausalLM(copy.deepcopy(config), options, lora=generator.model.lora))
+        compiler = Compiler()
+        programs = ServingPrograms(decoder, base, generator.adapter, generator.mesh, compiler)
+        lane = Lane(["adapter"], programs, base, generator.adapter, str, BatchSizes((1,), (limit,)), generator.mesh)
+        pieces: queue.SimpleQueue[AnswerPiece] = queue.SimpleQueue()
+        job = Job("adapter", tuple(prompt), 0, pieces.put, scores_prompt=True)
+        lane._score(job, programs.score(128).result())
+        found.append([token.logprob for token in pieces.get().prompt])
+        compiler.close()
+    assert found[0][1:] == pytest.approx(found[1][1:], abs=1e-5)  # float32, perhaps in another order
+
+
+def test_probabilities_next_to_an_infinite_logit_are_not_numbers() -> None:
+    logits = jnp.asarray([[0.0, jnp.inf, 1.0], [0.0, 2.0, -jnp.inf]])
+    written = probabilities(logits, jnp.asarray([0, 0]), jnp.asarray([False, False]))
+    assert np.isnan(written.logprobs_BN).tolist() == [True, False]
+
+
+def test_a_larger_batch_that_does_not_compile_fails_only_answers_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, _ = tiny_generator("exaone4")
+    [prompt] = random_prompts((5,))
+    [(tokens, _)] = generator.continue_tokens([prompt], max_tokens=20)
+    stop = next(token for i, token in enumerate(tokens) if i > 6 and token not in tokens[:i])
+    asked: list[int] = []
+    advance = ServingPrograms.advance
+
+    def failing(programs: ServingPrograms, shape: BatchShape) -> Future[Any]:
+        if shape.num_slots != LONGEST:
+            return advance(programs, shape)
+        asked.append(shape.num_slots)
+        failed: Future[Any] = Future()
+        failed.set_exception(RuntimeError("no memory"))
+        return failed
+
+    with running_engine(generator) as engine:
+        monkeypatch.setattr(ServingPrograms, "advance", failing)
+        monkeypatch.setattr(Lane, "_num_steps", lambda lane: 1)
+        short = finished(start(engine, prompt, 80, stop_tokens=(stop,)))
+        assert short[1].finish == "stop" and short[0] == tokens[: tokens.index(stop)] and len(asked) == 1
+        error = finished(start(engine, prompt, 80))[1].error
+        assert error is not None and "no memory" in error.what
+        assert finished(start(engine, prompt, 9))[1].finish == "length"
+
+
+def test_a_server_with_one_row_and_no_queue_starts_with_several_programs() -> None:
+    generator, _ = tiny_generator("exaone4")
+    programs, _ = programs_of(generator)
+    with running_engine(generator, rows=(1,), slots=(LONGEST,), max_waiting=0) as engine:
+        batches = [AdapterBatch((lane.models[0],), {}, copy.copy(programs), num_tokens=0) for lane in engine._lanes]
+        _warm_up(engine, batches, ignore_events)
+        assert len(batches) == 2 and engine.is_alive
+
+
         held = held_slots(last[:, None], min(size, window))
         return jnp.broadcast_to(held[:, None, :, None], (3, 1, min(size, window), 1))
 

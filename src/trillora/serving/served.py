@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,15 +157,15 @@ def _warm_up(engine: Engine, batches: Sequence[AdapterBatch], listener: Listener
     listener(Note("Compiling the first programs"))
     each = {id(batch.programs): batch for batch in batches}.values()
     pieces: queue.SimpleQueue[AnswerPiece] = queue.SimpleQueue()
-    jobs = [Job(batch.models[0], (0,), 2, pieces.put) for batch in each]
-    engine.submit(jobs)
-    num_open = len(jobs)
-    while num_open:
-        piece = pieces.get()
+    for batch in each:  # one by one: the server may have one row and no queue
+        while engine.num_running:  # the row of the one before
+            time.sleep(0.001)
+        engine.submit([Job(batch.models[0], (0,), min(2, engine.max_length - 1), pieces.put)])
+        while not (piece := pieces.get()).is_last:
+            pass
         if piece.error is not None and not isinstance(piece.error, NotFinite):  # fails in its own requests only
             engine.close()
             raise piece.error
-        num_open -= piece.is_last
 
 
 def _adapters(run: SavedRun | None, given: Sequence[str], listener: Listener) -> dict[str, SavedAdapter]:

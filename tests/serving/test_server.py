@@ -280,8 +280,12 @@ def test_bad_requests_get_an_error_that_says_why(running: Running) -> None:
         error = answer.json()["error"]
         assert (answer.status_code, set(error)) == (status, {"message", "type", "param", "code"}), body
         assert text in f"{error['message']} {error['param']}", (text, error)
-    for body in ({"model": "one", "prompt": [10**9]}, {"model": "one", "prompt": []}, {"model": "one", "prompt": [""]}):
-        assert running.post(body, "/v1/completions").status_code == 400
+    for options in (
+        *({"prompt": prompt} for prompt in ([10**9], [], [""])),
+        *({"prompt": [token] * length, "echo": True} for token in (-1, 2**32) for length in (1, 300)),
+        {"prompt": "a", "n": 65},  # more than rows and queue have room for
+    ):
+        assert running.post({"model": "one", **options}, "/v1/completions").status_code == 400, options
     assert running.post(CHAT, content_type="text/plain").status_code == 415
     assert running.post(CHAT, "/v1/nothing").status_code == 404
     assert httpx.get(f"{running.url}/v1/chat/completions").status_code == 405
@@ -289,6 +293,14 @@ def test_bad_requests_get_an_error_that_says_why(running: Running) -> None:
     with pytest.raises(openai.NotFoundError, match="no model 'three'"):
         running.client().chat.completions.create(model="three", messages=QUESTION)  # type: ignore[arg-type]
     assert running.post({**CHAT, "unknown": 1, "user": "me", "store": False}).status_code == 200
+
+
+def test_a_text_with_tokens_that_the_model_lacks_is_refused(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = running.service.models["one"]
+    monkeypatch.setattr(model.prompts, "encode_text", lambda text, max_tokens: [5, model.num_tokens])
+    monkeypatch.setattr(model.prompts, "encode", lambda messages, arguments, max_tokens: [5, model.num_tokens])
+    for answer in (running.post(CHAT), running.post({"model": "one", "prompt": "a"}, "/v1/completions")):
+        assert answer.status_code == 400 and "tokens that this model does not have" in answer.text
 
 
 def test_control_tokens_in_a_message_stay_text(running: Running) -> None:

@@ -38,7 +38,7 @@ from trillora.generation.generator import Generator
 from trillora.runs.saved import SavedAdapter
 from trillora.serving import served
 from trillora.serving.http import server
-from trillora.serving.http.server import read_key
+from trillora.serving.http.server import open_socket, read_key
 from trillora.serving.lane import Lane
 from trillora.serving.programs import BatchShape
 from trillora.serving.served import open_service
@@ -502,6 +502,8 @@ def test_wrong_uses_of_the_command_are_refused(folder: Path) -> None:
     assert "needs a key" in refused("--host", "0.0.0.0")
     assert "no key" in refused("--key-env", "THERE_IS_NO_SUCH_VARIABLE")
     assert "at most 256 tokens" in refused("--max-length", "257")
+    with pytest.raises(TrilloraError, match="cannot be used"):
+        open_socket("example..com", 0)
     assert "contradict" in refused("--base", "--adapter", model)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

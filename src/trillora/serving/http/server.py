@@ -60,7 +60,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         opened = socket.socket(found[0], found[1])
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(found[4])
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: of a host that cannot be a name
         if opened is not None:
             opened.close()
         raise TrilloraError(

@@ -26,6 +26,7 @@ from trillora.data.rows import BadRow
 from trillora.data.tokenizing.encode import Encoder
 from trillora.errors import TrilloraError
 from trillora.model.loading.description import stop_tokens
+from trillora.model.loading.source import tokenizer_errors
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig, Tokenizer
@@ -174,8 +175,11 @@ class Prompts:
         """Characters, or bytes where the vocabulary is in bytes."""
         return max(map(len, self._tokenizer.get_vocab()))
 
+    @tokenizer_errors()
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of an answer. Spaces are not cleaned up: that would change text that was already streamed."""
+        if not tokens:  # some decoders panic
+            return ""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def token_text(self, token: int) -> str:
@@ -197,6 +201,7 @@ class Prompts:
         head, _, request = self._with_words(self.encode(_QUESTION)).partition(_QUESTION)
         return head, request
 
+    @tokenizer_errors()
     def _with_words(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 

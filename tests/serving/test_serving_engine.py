@@ -7,6 +7,7 @@ import queue
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from concurrent.futures import Future
 from typing import Any
 
 import jax

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import queue
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -19,11 +20,13 @@ from chat_tokenizers import chat_tokenizer
 from dose import slow_case
 from tiny_generators import random_prompts, tiny_generator
 
+from trillora.engine.rows import probabilities
 from trillora.engine.sampling import Sampling
+from trillora.events import ignore_events
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.decode import Decoder
-from trillora.events import ignore_events
 from trillora.model.kv_cache import StaticCache, held_slots, resized
 from trillora.serving.engine import Engine, QueueFull, Stopping
 from trillora.serving.job import AnswerPiece, Job, SampledToken
@@ -190,13 +193,13 @@ def test_pieces_of_text_equal_the_decoded_answer(name: str) -> None:
     prompts = Prompts(tokenizer, template=None)
     random, words = np.random.default_rng(0), tokenizer("the quick brown", add_special_tokens=False)["input_ids"]
     for stops in ((), ("zzzz no",)):
-        for _ in range(20):
+        for i in range(20):
             tokens = random.integers(0, len(tokenizer), 30).tolist()
+            tokens += [*words, *[tokenizer.eos_token_id] * (i % 4), *words]  # control tokens have no text
             text = AnswerText(prompts.decode, stops)
             assert "".join(text.add(SampledToken(t, 0.0, ())) for t in tokens) + text.rest() == prompts.decode(tokens)
 
 
-            tokens += [*words, *[tokenizer.eos_token_id] * (i % 4), *words]  # control tokens have no text
 def test_scores_are_of_the_models_own_positions() -> None:
     """A prompt of 98 tokens has 128 slots, which are more than the 100 positions that this model has learned."""
     generator, _ = tiny_generator("gpt2")
@@ -262,16 +265,16 @@ def test_a_server_with_one_row_and_no_queue_starts_with_several_programs() -> No
         assert len(batches) == 2 and engine.is_alive
 
 
-        held = held_slots(last[:, None], min(size, window))
-        return jnp.broadcast_to(held[:, None, :, None], (3, 1, min(size, window), 1))
-
-    def cache(size: int) -> list[dict[str, jax.Array]]:
 def test_a_cache_keeps_its_tokens_when_it_changes_its_size() -> None:
     config, last = tiny_models.configuration("mistral"), jnp.asarray([9, 20, 11])
     window = StaticCache(config, 64).layers[0].num_slots
     assert window == 8
 
     def ring(size: int) -> jax.Array:  # holds the number of each slot
+        held = held_slots(last[:, None], min(size, window))
+        return jnp.broadcast_to(held[:, None, :, None], (3, 1, min(size, window), 1))
+
+    def cache(size: int) -> list[dict[str, jax.Array]]:
         return [{"keys": ring(size), "values": -ring(size), "recurrence0": ring(1)}]
 
     config.num_hidden_layers = 1

@@ -118,9 +118,6 @@ def test_connections_that_wait_are_closed_and_those_above_the_limit_refused(
         opened.close()
 
 
-def test_failures_are_one_short_line_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    log = FailureLog()
-    for _ in range(1000):
 def test_a_large_answer_arrives_at_a_slow_client(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for longer than connections may wait without a request."""
     size = 32 << 20  # more than the buffers of the operating system
@@ -176,12 +173,12 @@ def test_the_shortest_length_leaves_one_token_for_an_answer(model: Path) -> None
         assert service.engine.is_alive and service.engine.max_length == 2
     finally:
         service.engine.close()
-def test_failures_are_one_short_line_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    log = FailureLog()
-    for _ in range(1000):
         service.models["model"].prompts.close()
 
 
+def test_failures_are_one_short_line_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    log = FailureLog()
+    for _ in range(1000):
         log.write("It failed\n" + "x" * 10_000)
     for i in range(1000):
         log.write(f"Failure {i}")

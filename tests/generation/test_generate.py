@@ -28,15 +28,17 @@ from trillora.cli import app
 from trillora.devices.mesh import MeshShape, make_mesh
 from trillora.engine.sampling import GREEDY, Sampling, choose, token_keys
 from trillora.errors import TrilloraError
+from trillora.files.digests import json_digest
 from trillora.generation import generator as generator_module
 from trillora.generation.chat import GREETING, converse
-from trillora.generation.generator import Generator, bucket_length
+from trillora.generation.generator import Generator, bucket_length, prompts_of
 from trillora.generation.prompts import Prompts
 from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.decode import Decoder
 from trillora.model.loading.source import find_model, load_config
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_recipe
+from trillora.runs.saved import find_adapter
 from trillora.step.background import compiling_in_background
 from trillora.step.shardings import weight_shardings
 from trillora.training.trainer import train
@@ -343,6 +345,34 @@ def test_the_template_a_run_was_trained_with_is_used(run: Path, tmp_path: Path) 
     (tmp_path / "adapter" / "chat_template.jinja").write_text("Q: {{ messages[0].content }} A:")
     generator = Generator.open(str(tmp_path))
     assert generator.prompts.decode(generator.prompts.encode("what?")) == "Q: what? A:"
+
+
+def test_an_adapter_is_asked_with_the_template_arguments_of_its_own_run(
+    run: Path, trained: Generator, tmp_path: Path
+) -> None:
+    """Next to another run's or the base's; as the adapter that was named first, or as a further one of a server."""
+    for folder, tone in (("other", "kind"), ("named", "rude")):
+        recipe = json.loads((run / "recipe.json").read_text())
+        recipe["recipe"]["data"]["template_arguments"] = {"tone": tone}
+        if folder == "other":  # the code of its base is not needed here
+            recipe["recipe"]["model"]["trust_remote_code"] = True
+        recipe["sha256"] = json_digest({"withheld": recipe["withheld"], "recipe": recipe["recipe"]})
+        adapter = shutil.copytree(run / "adapter", tmp_path / folder / "adapter")
+        (tmp_path / folder / "recipe.json").write_text(json.dumps(recipe))
+        (adapter / "checksums.json").unlink()  # the adapter is changed on purpose
+        (adapter / "chat_template.jinja").write_text("{{ tone }}: {{ messages[0].content }}")
+    named = str(tmp_path / "named")
+    for name, options, expected in (
+        (named, {}, "rude: what?"),
+        (named, {"adapter": tmp_path / "other"}, "kind: what?"),
+        (str(run.parent / "model"), {"adapter": tmp_path / "other"}, "kind: what?"),
+        (named, {"overrides": ["data.template_arguments={tone: calm}"]}, "calm: what?"),
+        (named, {"overrides": ["data.template_arguments={tone: calm}"], "adapter": f"{named}/adapter"}, "calm: what?"),
+    ):
+        prompts = Generator.open(name, **options).prompts  # type: ignore[arg-type]
+        assert prompts.decode(prompts.encode("what?")) == expected
+    further = prompts_of(find_adapter(tmp_path / "other"), prompts)
+    assert further.decode(further.encode("what?")) == "kind: what?"
 
 
 def test_an_unfinished_run_is_reported(run: Path, tmp_path: Path) -> None:

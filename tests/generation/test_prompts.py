@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from chat_tokenizers import FAMILIES, chat_tokenizer, own_tokens
+from tokenizers import decoders
 
 from trillora.errors import TrilloraError
 from trillora.generation.prompts import Prompts
@@ -29,6 +32,15 @@ def test_control_tokens_in_a_prompt_stay_text(name: str) -> None:
         harmless = [token for token in prompts.encode("say harmless now") if token in control]
         for word in family.control if template else family.specials:
             assert [token for token in prompts.encode(f"say {word} now") if token in control] == harmless
+
+
+def test_a_decoder_that_panics_is_an_error_and_no_tokens_are_no_text() -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)])
+    prompts = Prompts(tokenizer, template=None)
+    assert prompts.decode([]) == ""
+    with pytest.raises(TrilloraError, match="tokenizers library failed"):
+        prompts.decode([tokenizer.convert_tokens_to_ids("<|im_end|>")])
 
 
 def test_text_to_continue_gets_bos_but_no_eos() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from chat_tokenizers import chat_tokenizer
 from dose import full_dose_only, slow_case
 from peft_parity import CONFIGS, SAME, VOCABULARY, base_of, check_both_ways, distance, peft_losses, tokens_with
 from rendering import render_chat, render_text
+from running_server import write_adapter
 from transformers import AutoTokenizer
 
 from trillora.data.tokenizing import encode
@@ -30,6 +32,8 @@ from trillora.model.loading.source import find_model, load_tokenizer
 from trillora.model.lora_spec import LoraSpec, TrainedTokens
 from trillora.model.parts.token_rows import rows_from_base
 from trillora.recipe.load import load_recipe
+from trillora.serving.job import AnswerPiece, Job
+from trillora.serving.served import open_service
 from trillora.training.trainer import train
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
@@ -197,6 +201,34 @@ def test_peft_loads_the_run_by_itself_and_computes_the_same(run: Path, folder: P
         generator.base, generator.adapter, {"tokens": jnp.asarray(tokens.numpy().astype(np.int32))}
     )
     assert distance(ours, expected) < SAME
+
+
+def test_an_adapter_brings_the_new_tokens_of_its_own_run(run: Path, folder: Path, tmp_path: Path) -> None:
+    """Under another run or the base, an id would have no text, another text, or no embedding, which gives NaN."""
+    model, plain = str(folder / "model"), write_adapter(folder / "model", tmp_path / "plain", seed=1)
+    generator = Generator.open(model, adapter=run)
+    assert generator.generate(["Look up 30."], max_tokens=12)[0].text == "<tool>search</tool>"
+    shutil.copytree(run / "adapter", tmp_path / "copy")
+    with pytest.raises(TrilloraError, match=f"trained token {FIRST + 1}, but the last one of the tokenizer"):
+        Generator.open(model, adapter=tmp_path / "copy")
+    with pytest.raises(TrilloraError, match="no embeddings for the new tokens of the run: <tool>, </tool>"):
+        Generator.open(str(run), adapter=plain)
+    with pytest.raises(TrilloraError, match=r"run \(<tool>, </tool>\) and plain \(none\)") as caught:
+        open_service(str(run), adapters=[str(plain)])
+    assert "a server of its own" in str(caught.value.do)
+    with pytest.raises(TrilloraError, match="trained token"):
+        open_service(model, adapters=[str(plain), str(tmp_path / "copy")])
+    service = open_service(model, adapters=[str(run)], num_rows=1, max_length=64)
+    try:
+        assert {name: one.num_tokens for name, one in service.models.items()} == dict.fromkeys(
+            ("model", "run"), FIRST + 2
+        )
+        for name in service.models:
+            pieces: queue.SimpleQueue[AnswerPiece] = queue.SimpleQueue()
+            service.engine.submit([Job(name, (FIRST,), 1, pieces.put)])
+            assert pieces.get(timeout=60).finish == "length"
+    finally:
+        service.engine.close()
 
 
 def test_first_steps_equal_pefts(run: Path, folder: Path) -> None:

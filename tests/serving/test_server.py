@@ -35,13 +35,15 @@ from trillora.data.rendering.chat_templates import NAMED
 from trillora.engine.sampling import Sampling
 from trillora.errors import TrilloraError
 from trillora.generation.generator import Generator
+from trillora.runs.saved import SavedAdapter
 from trillora.serving import served
 from trillora.serving.http import server
-from trillora.serving.http.address import read_key
+from trillora.serving.http.address import open_socket, read_key
 from trillora.serving.lane import Lane
 from trillora.serving.programs import BatchShape
 from trillora.serving.served import open_service
 
+STOPS_AT_IM_START = "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}"
 Reference = Callable[[list[int]], torch.Tensor]
 
 
@@ -88,11 +90,23 @@ def test_a_base_has_its_own_chat_template_here_and_in_a_chat(folder: Path, tmp_p
     own = (folder / "model" / "chat_template.jinja").read_text()
     for model, expected in ((folder / "model", own), (bare, trained)):
         generator = Generator.open(str(model), adapter=adapter)
-        models = served._models(generator, "base", {"adapter": adapter})
+        models = served._models(generator, "base", {"adapter": SavedAdapter(adapter, None)})
         assert {name: one.prompts.template for name, one in models.items()} == {"base": expected, "adapter": trained}
         for name, one in models.items():
             assert generator.encode(QUESTION, adapted=name == "adapter") == one.prompts.encode(QUESTION)
             assert set(one.prompts.stops) <= set(generator.prompts.stops)
+
+
+def test_stop_tokens_of_one_adapter_do_not_end_the_answers_of_another(folder: Path, tmp_path: Path) -> None:
+    first = shutil.copytree(folder / "one", tmp_path / "first")
+    (first / "chat_template.jinja").write_text(STOPS_AT_IM_START)
+    generator = Generator.open(str(folder / "model"), adapter=first)
+    adapters = {"first": SavedAdapter(first, None), "two": SavedAdapter(folder / "two", None)}
+    models = served._models(generator, "base", adapters)
+    stop = generator.prompts.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert [name for name, one in models.items() if stop in one.prompts.stops] == ["first"]
+    for one in models.values():
+        one.prompts.close()
 
 
 def test_the_models_are_the_base_and_every_adapter(running: Running) -> None:
@@ -159,6 +173,16 @@ def test_sampling_repeats_for_a_seed_and_equals_the_generator(running: Running, 
     assert found[0].message.content == expected.text
     without = {client.chat.completions.create(**options).choices[0].message.content for _ in range(4)}
     assert len(without) > 1
+
+
+def test_equal_prompts_of_a_request_get_different_answers_unless_there_is_a_seed(running: Running) -> None:
+    body = {"model": "one", "prompt": ["The capital"] * 4, "max_tokens": 12, "temperature": 1.5}
+
+    def texts(**options: Any) -> list[str]:
+        return [choice["text"] for choice in running.post({**body, **options}, "/v1/completions").json()["choices"]]
+
+    assert len(set(texts())) > 1
+    assert texts(seed=7) == texts(seed=7, prompt="The capital") * 4
 
 
 def test_probabilities_are_those_of_the_model(running: Running, generator: Generator, reference: Reference) -> None:
@@ -256,8 +280,12 @@ def test_bad_requests_get_an_error_that_says_why(running: Running) -> None:
         error = answer.json()["error"]
         assert (answer.status_code, set(error)) == (status, {"message", "type", "param", "code"}), body
         assert text in f"{error['message']} {error['param']}", (text, error)
-    for body in ({"model": "one", "prompt": [10**9]}, {"model": "one", "prompt": []}, {"model": "one", "prompt": [""]}):
-        assert running.post(body, "/v1/completions").status_code == 400
+    for options in (
+        *({"prompt": prompt} for prompt in ([10**9], [], [""])),
+        *({"prompt": [token] * length, "echo": True} for token in (-1, 2**32) for length in (1, 300)),
+        {"prompt": "a", "n": 65},  # more than rows and queue have room for
+    ):
+        assert running.post({"model": "one", **options}, "/v1/completions").status_code == 400, options
     assert running.post(CHAT, content_type="text/plain").status_code == 415
     assert running.post(CHAT, "/v1/nothing").status_code == 404
     assert httpx.get(f"{running.url}/v1/chat/completions").status_code == 405
@@ -265,6 +293,14 @@ def test_bad_requests_get_an_error_that_says_why(running: Running) -> None:
     with pytest.raises(openai.NotFoundError, match="no model 'three'"):
         running.client().chat.completions.create(model="three", messages=QUESTION)  # type: ignore[arg-type]
     assert running.post({**CHAT, "unknown": 1, "user": "me", "store": False}).status_code == 200
+
+
+def test_a_text_with_tokens_that_the_model_lacks_is_refused(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = running.service.models["one"]
+    monkeypatch.setattr(model.prompts, "encode_text", lambda text, max_tokens: [5, model.num_tokens])
+    monkeypatch.setattr(model.prompts, "encode", lambda messages, arguments, max_tokens: [5, model.num_tokens])
+    for answer in (running.post(CHAT), running.post({"model": "one", "prompt": "a"}, "/v1/completions")):
+        assert answer.status_code == 400 and "tokens that this model does not have" in answer.text
 
 
 def test_control_tokens_in_a_message_stay_text(running: Running) -> None:
@@ -466,6 +502,8 @@ def test_wrong_uses_of_the_command_are_refused(folder: Path) -> None:
     assert "needs a key" in refused("--host", "0.0.0.0")
     assert "no key" in refused("--key-env", "THERE_IS_NO_SUCH_VARIABLE")
     assert "at most 256 tokens" in refused("--max-length", "257")
+    with pytest.raises(TrilloraError, match="cannot be used"):
+        open_socket("example..com", 0)
     assert "contradict" in refused("--base", "--adapter", model)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,20 +18,25 @@ import tiny_run
 from running_server import CHAT, QUESTION, Running, wait_until, write_adapter
 from safetensors.torch import load_file, save_file
 
+from trillora.serving.completions import LARGE_BODY, Completions
 from trillora.serving.http import connections
 from trillora.serving.http.log import FailureLog
 from trillora.serving.served import open_service
+from trillora.serving.stream import ClientGone
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_model(tmp_path_factory.mktemp("limits") / "model", tiny_run.llama(1))
+
+
+@pytest.fixture(scope="module")
+def running(model: Path) -> Iterator[Running]:
     """With the base and adapters whose numbers overflow: to equal logits, because a norm divides by infinity, and to
     NaN."""
-    folder = tmp_path_factory.mktemp("limits")
-    model = tiny_run.write_model(folder / "model", tiny_run.llama(1))
     adapters = []
     for name, factor in (("equal", 1e18), ("nan", 1e25)):
-        adapters.append(write_adapter(model, folder / name, seed=1))
+        adapters.append(write_adapter(model, model.parent / name, seed=1))
         weights = load_file(adapters[-1] / "adapter_model.safetensors")
         save_file({name: w * factor for name, w in weights.items()}, adapters[-1] / "adapter_model.safetensors")
     running = Running(open_service(str(model), adapters=[str(adapter) for adapter in adapters], num_rows=1))
@@ -109,6 +116,64 @@ def test_connections_that_wait_are_closed_and_those_above_the_limit_refused(
         assert opened.recv(1000).startswith(b"HTTP/1.1 200")
     for opened in half:
         opened.close()
+
+
+def test_a_large_answer_arrives_at_a_slow_client(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for longer than connections may wait without a request."""
+    size = 32 << 20  # more than the buffers of the operating system
+
+    async def large(*_: Any) -> str:
+        return "x" * size
+
+    monkeypatch.setattr(Completions, "_answer", large)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
+    body = json.dumps({"model": "model", "prompt": "a"}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=20) as opened:
+        opened.sendall(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(1.5)
+        received = 0
+        while received < size and (part := opened.recv(1 << 20)):
+            received += len(part)
+    assert received >= size
+
+
+def test_the_body_of_a_client_that_is_gone_is_freed_while_the_threads_are_busy(running: Running) -> None:
+    freed: list[int] = []
+
+    class Body(bytes):
+        def __del__(self) -> None:
+            freed.append(len(self))
+
+    async def gone() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    completions, busy = Completions(running.service), threading.Event()
+    threads = (completions._for_small, completions._for_large)
+    for thread in threads:
+        for _ in range(thread._max_workers):
+            thread.submit(busy.wait)
+    try:
+        for how, size in ((completions.chat, 100), (completions.complete, LARGE_BODY + 1)):
+            with pytest.raises(ClientGone):
+                asyncio.run(how(Body(size), gone, send))
+        assert freed == [100, LARGE_BODY + 1]
+    finally:
+        busy.set()
+        for thread in threads:
+            thread.shutdown()
+
+
+def test_the_shortest_length_leaves_one_token_for_an_answer(model: Path) -> None:
+    service = open_service(str(model), num_rows=1, max_length=2)
+    try:
+        assert service.engine.is_alive and service.engine.max_length == 2
+    finally:
+        service.engine.close()
+        service.models["model"].prompts.close()
 
 
 def test_failures_are_one_short_line_and_counted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import queue
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +20,19 @@ from chat_tokenizers import chat_tokenizer
 from dose import slow_case
 from tiny_generators import random_prompts, tiny_generator
 
+from trillora.engine.rows import probabilities
 from trillora.engine.sampling import Sampling
+from trillora.events import ignore_events
 from trillora.generation.generator import Generator
 from trillora.generation.prompts import Prompts
+from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import StaticCache, held_slots, resized
 from trillora.serving.engine import Engine, QueueFull, Stopping
 from trillora.serving.job import AnswerPiece, Job, SampledToken
 from trillora.serving.lane import BatchSizes, Lane
-from trillora.serving.programs import Compiler, ServingPrograms
+from trillora.serving.programs import BatchShape, Compiler, ServingPrograms
+from trillora.serving.served import AdapterBatch, _warm_up
 from trillora.serving.text import AnswerText
 
 LONGEST = 96
@@ -181,15 +187,82 @@ def test_text_is_shown_in_whole_characters_and_never_a_part_of_a_stop_string() -
     assert "".join(text.add(SampledToken(0xFF, 0.0, ())) for _ in range(40)) + text.rest() == "\ufffd" * 40
 
 
-def test_pieces_of_text_equal_the_decoded_answer() -> None:
-    tokenizer = chat_tokenizer("chatml")
+@pytest.mark.parametrize("name", ["chatml", "mistral"])  # Mistral's decoder removes the first space
+def test_pieces_of_text_equal_the_decoded_answer(name: str) -> None:
+    tokenizer = chat_tokenizer(name)
     prompts = Prompts(tokenizer, template=None)
-    random = np.random.default_rng(0)
+    random, words = np.random.default_rng(0), tokenizer("the quick brown", add_special_tokens=False)["input_ids"]
     for stops in ((), ("zzzz no",)):
-        for _ in range(20):
+        for i in range(20):
             tokens = random.integers(0, len(tokenizer), 30).tolist()
+            tokens += [*words, *[tokenizer.eos_token_id] * (i % 4), *words]  # control tokens have no text
             text = AnswerText(prompts.decode, stops)
             assert "".join(text.add(SampledToken(t, 0.0, ())) for t in tokens) + text.rest() == prompts.decode(tokens)
+
+
+def test_scores_are_of_the_models_own_positions() -> None:
+    """A prompt of 98 tokens has 128 slots, which are more than the 100 positions that this model has learned."""
+    generator, _ = tiny_generator("gpt2")
+    [prompt] = random_prompts((98,))
+    config = copy.deepcopy(generator.model.module.config)
+    config.n_positions = 100
+    [table] = [name for name in generator.base if "wpe" in name]
+    few = {**generator.base, table: generator.base[table][:100]}
+    found = []
+    for limit, base in ((128, generator.base), (100, few)):
+        config.n_positions = limit
+        options = ModelOptions(scan=False, remat="none", mesh=generator.mesh)
+        decoder = Decoder(CausalLM(copy.deepcopy(config), options, lora=generator.model.lora))
+        compiler = Compiler()
+        programs = ServingPrograms(decoder, base, generator.adapter, generator.mesh, compiler)
+        lane = Lane(["adapter"], programs, base, generator.adapter, str, BatchSizes((1,), (limit,)), generator.mesh)
+        pieces: queue.SimpleQueue[AnswerPiece] = queue.SimpleQueue()
+        job = Job("adapter", tuple(prompt), 0, pieces.put, scores_prompt=True)
+        lane._score(job, programs.score(128).result())
+        found.append([token.logprob for token in pieces.get().prompt])
+        compiler.close()
+    assert found[0][1:] == pytest.approx(found[1][1:], abs=1e-5)  # float32, perhaps in another order
+
+
+def test_probabilities_next_to_an_infinite_logit_are_not_numbers() -> None:
+    logits = jnp.asarray([[0.0, jnp.inf, 1.0], [0.0, 2.0, -jnp.inf]])
+    written = probabilities(logits, jnp.asarray([0, 0]), jnp.asarray([False, False]))
+    assert np.isnan(written.logprobs_BN).tolist() == [True, False]
+
+
+def test_a_larger_batch_that_does_not_compile_fails_only_answers_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, _ = tiny_generator("exaone4")
+    [prompt] = random_prompts((5,))
+    [(tokens, _)] = generator.continue_tokens([prompt], max_tokens=20)
+    stop = next(token for i, token in enumerate(tokens) if i > 6 and token not in tokens[:i])
+    asked: list[int] = []
+    advance = ServingPrograms.advance
+
+    def failing(programs: ServingPrograms, shape: BatchShape) -> Future[Any]:
+        if shape.num_slots != LONGEST:
+            return advance(programs, shape)
+        asked.append(shape.num_slots)
+        failed: Future[Any] = Future()
+        failed.set_exception(RuntimeError("no memory"))
+        return failed
+
+    with running_engine(generator) as engine:
+        monkeypatch.setattr(ServingPrograms, "advance", failing)
+        monkeypatch.setattr(Lane, "_num_steps", lambda lane: 1)
+        short = finished(start(engine, prompt, 80, stop_tokens=(stop,)))
+        assert short[1].finish == "stop" and short[0] == tokens[: tokens.index(stop)] and len(asked) == 1
+        error = finished(start(engine, prompt, 80))[1].error
+        assert error is not None and "no memory" in error.what
+        assert finished(start(engine, prompt, 9))[1].finish == "length"
+
+
+def test_a_server_with_one_row_and_no_queue_starts_with_several_programs() -> None:
+    generator, _ = tiny_generator("exaone4")
+    programs, _ = programs_of(generator)
+    with running_engine(generator, rows=(1,), slots=(LONGEST,), max_waiting=0) as engine:
+        batches = [AdapterBatch((lane.models[0],), {}, copy.copy(programs), num_tokens=0) for lane in engine._lanes]
+        _warm_up(engine, batches, ignore_events)
+        assert len(batches) == 2 and engine.is_alive
 
 
 def test_a_cache_keeps_its_tokens_when_it_changes_its_size() -> None:

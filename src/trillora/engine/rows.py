@@ -129,6 +129,7 @@ def probabilities(logits_BV: jax.Array, token_B: jax.Array, wants_top_B: jax.Arr
     K = min(MOST_TOP, V)
     total_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits_BV, jnp.maximum(token_B, 0)[:, None], axis=1) - total_B1
+    chosen = jnp.where(jnp.isposinf(total_B1), jnp.nan, chosen)  # another token's logit may be infinite
     if V > 1:
         all_equal_B1 = logits_BV.min(axis=1, keepdims=True) == logits_BV.max(axis=1, keepdims=True)
         chosen = jnp.where(all_equal_B1, jnp.nan, chosen)

@@ -11,7 +11,7 @@ compiles nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,10 +40,11 @@ from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.kv_cache import Arrays, moved
 from trillora.model.layout import Tree
+from trillora.model.loading.growth import check_rows
 from trillora.model.loading.source import OpenModel
 from trillora.model.loading.weights import load_weights
 from trillora.recipe.load import load_model_section
-from trillora.recipe.schema import Quantize, Recipe, stages_of
+from trillora.recipe.schema import DataSection, Quantize, Recipe, stages_of
 from trillora.runs.adapter import adapter_of, template_of
 from trillora.runs.files import ADAPTER, is_run
 from trillora.runs.saved import SavedAdapter, SavedRun, find_adapter
@@ -154,11 +155,14 @@ class Generator:
         source = load_model_section(name, overrides) if recipe is None else recipe.model
         trusted = source.trust_remote_code
         listener(Note(f"Model {source.name}" + (f" with {adapter_folder}" if adapter_folder else "")))
-        tokens = recipe.tokens if recipe is not None and with_adapter else None  # the base has no rows for them
+        own = recipe_of(used) or recipe
+        tokens = own.tokens if own is not None and with_adapter else None  # the base has no rows for them
         opened = opened or OpenModel.of(source, tokens=tokens or (), adapter=adapter_folder)
         if run is not None and not OTHER_MODEL.intersection(given.partition("=")[0] for given in overrides):
             run.check_base(opened)
         spec, matrices = load_adapter(adapter_folder) if adapter_folder else (None, {})
+        if spec is not None:
+            check_rows(opened.tokenizer, spec, str(adapter_folder))
         if quantize is not None and quantize != source.quantize and adapter_folder is not None:
             listener(_other_base(source.quantize, quantize))
         remember_programs(cache_root() / "programs")
@@ -169,7 +173,7 @@ class Generator:
             model, mesh = place_model(
                 opened.config, devices, spec, source.dtype, base_format, codes_for, trust_remote_code=trusted
             )
-        own, prompts = _prompts(opened, recipe, adapter_folder or folder / ADAPTER)
+        of_base, prompts = _prompts(opened, own, used or SavedAdapter(folder / ADAPTER, None))
         base = load_weights(opened.folder, model.module, model.layout, weight_shardings(model, mesh), listener)
         return cls(
             model,
@@ -177,7 +181,7 @@ class Generator:
             place_adapter(matrices, model, mesh, where=str(adapter_folder)),
             prompts,
             mesh,
-            base_prompts=own,
+            base_prompts=of_base,
             longest=longest,
             batch_size=batch_size,
             is_tight=devices[0].platform == "cpu" and mesh.size == 1,
@@ -516,9 +520,11 @@ def _stop_array(stops: Sequence[int]) -> np.ndarray:
 
 def _used(run: SavedRun | None, adapter: str | Path | None, listener: Listener) -> SavedAdapter | None:
     """The adapter that answers: the given one, or the run's own."""
-    if run is not None:
-        return adapter_of(run, adapter, listener=listener)
-    return None if adapter is None else find_adapter(adapter)
+    if run is None:
+        return None if adapter is None else find_adapter(adapter)
+    found = adapter_of(run, adapter, listener=listener)
+    is_own = found.run is not None and found.run.folder.absolute() == run.folder.absolute()
+    return replace(found, run=run) if is_own else found  # with the overrides
 
 
 def _system(run: SavedRun | None, used: SavedAdapter | None) -> str:
@@ -528,13 +534,38 @@ def _system(run: SavedRun | None, used: SavedAdapter | None) -> str:
     return "" if used is None else used.system
 
 
-def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: Path) -> tuple[Prompts, Prompts]:
+def prompts_of(adapter: SavedAdapter, base: Prompts) -> Prompts:
+    """Prompts of another adapter: with the chat template that it was trained with, and what its run gives to it."""
+    template = template_of(adapter.folder) or base.template
+    recipe = recipe_of(adapter)
+    if recipe is None:
+        return base.with_template(template)
+    data = _data_of(recipe, adapter)
+    return base.with_options(template, data.template_date, data.template_arguments)
+
+
+def recipe_of(adapter: SavedAdapter | None) -> Recipe | None:
+    """What an adapter was trained with, if its run is known. The base that it names is not opened: its code need not be
+    allowed."""
+    if adapter is None or adapter.run is None:
+        return None
+    return replace(adapter.run, overrides=(*adapter.run.overrides, "model.trust_remote_code=false")).recipe
+
+
+def _data_of(recipe: Recipe, adapter: SavedAdapter) -> DataSection:
+    """Of several adapters of a run, each has its own; after several stages, the last one counts."""
+    stages = stages_of(recipe)
+    own = [stage for stage in stages if stage.name == adapter.part] or stages
+    return own[-1].recipe.data
+
+
+def _prompts(opened: OpenModel, recipe: Recipe | None, adapter: SavedAdapter) -> tuple[Prompts, Prompts]:
     """Prompts of the base, in its own chat template, and of the adapter, in the one it was trained with. A base without
     a template gets the adapter's. The adapter's stop tokens include the base's."""
     tokenizer = opened.tokenizer
     own = tokenizer.get_chat_template() if tokenizer.chat_template else None
-    trained = template_of(adapter)
-    data = stages_of(recipe)[-1].recipe.data if recipe is not None else None
+    trained = template_of(adapter.folder)
+    data = _data_of(recipe, adapter) if recipe is not None else None
     base = Prompts(
         tokenizer,
         template=own or trained,

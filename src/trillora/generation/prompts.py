@@ -26,6 +26,7 @@ from trillora.data.rows import BadRow
 from trillora.data.tokenizing.encode import Encoder
 from trillora.errors import TrilloraError
 from trillora.model.loading.description import stop_tokens
+from trillora.model.loading.source import tokenizer_errors
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import PretrainedConfig, Tokenizer
@@ -78,12 +79,23 @@ class Prompts:
         self.template_stops = self._stop_of_template()
         self.stops = tuple(sorted({*stops, *own, *self.template_stops}))
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
     def with_template(self, template: str | None) -> Prompts:
         """The same tokenizer and stop tokens with another chat template."""
-        if template == self.template:
+        return self.with_options(template, self._date, self._arguments)
+
+    def with_options(
+        self, template: str | None, template_date: str | None, arguments: Mapping[str, object] | None
+    ) -> Prompts:
+        """The same tokenizer and stop tokens, with all that a run may say about its chat template."""
+        given = dict(arguments or {})
+        if (template, template_date, given) == (self.template, self._date, self._arguments):
             return self
         return Prompts(
-            self._tokenizer, template=template, template_date=self._date, arguments=self._arguments, stops=self.stops
+            self._tokenizer, template=template, template_date=template_date, arguments=given, stops=self.stops
         )
 
     def serve_strangers(self, num_at_once: int) -> None:
@@ -163,8 +175,11 @@ class Prompts:
         """Characters, or bytes where the vocabulary is in bytes."""
         return max(map(len, self._tokenizer.get_vocab()))
 
+    @tokenizer_errors()
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of an answer. Spaces are not cleaned up: that would change text that was already streamed."""
+        if not tokens:  # some decoders panic
+            return ""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def token_text(self, token: int) -> str:
@@ -186,6 +201,7 @@ class Prompts:
         head, _, request = self._with_words(self.encode(_QUESTION)).partition(_QUESTION)
         return head, request
 
+    @tokenizer_errors()
     def _with_words(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 

@@ -30,6 +30,7 @@ from trillora.serving.stream import ClientGone, Receive, Send, as_json, impatien
 MAX_BODY_BYTES = 4 << 20
 MAX_BODIES_BYTES = 256 << 20  # of all requests that are being read or wait to be
 BODY_SECONDS = 30.0
+PIECE_BYTES = 64 << 10  # of a large answer
 RETRY = {"retry-after": str(RETRY_SECONDS)}
 # The report has no scripts and makes no requests, and no site may show it in a frame.
 REPORT_HEADERS = {
@@ -197,7 +198,17 @@ class _Post:
             raise HttpError(415, "Send JSON, with the header content-type: application/json.")
         response = await self._app.answer(self._how, receive, send)
         if response is not None:
-            await response(scope, receive, send)
+            await _send_whole(response, send)
+
+
+async def _send_whole(response: Response, send: Send) -> None:
+    """A large answer in pieces. The connection waits for each, and so does the end: after it, the client has only
+    `IDLE_SECONDS` until the connection is closed."""
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    for start in range(0, len(response.body), PIECE_BYTES):
+        piece = bytes(response.body[start : start + PIECE_BYTES])
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

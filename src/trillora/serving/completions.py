@@ -81,13 +81,15 @@ class Completions:
             served.prompts.close()
 
     async def chat(self, body: bytes, receive: Receive, send: Send) -> str | None:
-        ask = await self._prepared(self._ask_chat, body, receive)
+        box = [body]
         del body
+        ask = await self._prepared(self._ask_chat, box, receive)
         return await self._answer(ask, receive, send)
 
     async def complete(self, body: bytes, receive: Receive, send: Send) -> str | None:
-        ask = await self._prepared(self._ask_completion, body, receive)
+        box = [body]
         del body
+        ask = await self._prepared(self._ask_completion, box, receive)
         return await self._answer(ask, receive, send)
 
     def served(self, name: str) -> Served:
@@ -98,9 +100,10 @@ class Completions:
             )
         return self._service.models[name]
 
-    async def _prepared(self, prepare: Callable[[bytes], Ask], body: bytes, receive: Receive) -> Ask:
-        threads = self._for_large if len(body) > LARGE_BODY else self._for_small
-        future = asyncio.get_running_loop().run_in_executor(threads, prepare, body)
+    async def _prepared(self, prepare: Callable[[bytes], Ask], box: list[bytes], receive: Receive) -> Ask:
+        """`box` has the body, and nothing else does: the queue of the threads keeps what was cancelled."""
+        threads = self._for_large if len(box[0]) > LARGE_BODY else self._for_small
+        future = asyncio.get_running_loop().run_in_executor(threads, lambda: prepare(box.pop()))
         try:
             async with watching(receive, future.cancel):
                 return await future
@@ -108,6 +111,8 @@ class Completions:
             if future.cancelled() and not _is_cancelled():
                 raise ClientGone from None
             raise
+        finally:
+            box.clear()
 
     def _ask_chat(self, body: bytes) -> Ask:
         request: ChatRequest = parse(ChatRequest, body)
@@ -118,7 +123,9 @@ class Completions:
         num_top = (request.top_logprobs or 0) if request.logprobs else 0
         limit = request.max_completion_tokens or request.max_tokens
         form = ChatForm(served.name, self._token_texts[served.name], with_logprobs=bool(request.logprobs))
-        return self._checked(Ask(served, [tuple(prompt)], request.options(), form, limit, num_top), "messages")
+        prompts = [tuple(prompt)]
+        self._check_prompts(served, prompts, "messages")
+        return self._checked(Ask(served, prompts, request.options(), form, limit, num_top))
 
     def _ask_completion(self, body: bytes) -> Ask:
         request: CompletionRequest = parse(CompletionRequest, body)
@@ -131,6 +138,7 @@ class Completions:
             raise HttpError(400, "max_tokens may be 0 only with echo and logprobs.", param="max_tokens")
         with _errors_of("prompt"):
             prompts = [_tokens(served, prompt, self._service.engine.max_length) for prompt in given]
+        self._check_prompts(served, prompts, "prompt")
         form = CompletionForm(
             served.name,
             self._token_texts[served.name],
@@ -139,17 +147,27 @@ class Completions:
         )
         limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         ask = Ask(served, prompts, request.options(), form, limit, request.logprobs or 0, scores_prompt)
-        return self._checked(ask, "prompt")
+        return self._checked(ask)
 
-    def _checked(self, ask: Ask, param: str) -> Ask:
-        """Prompts and answers must fit the cache and the memory."""
+    def _check_prompts(self, served: Served, prompts: Encoded, param: str) -> None:
+        """Prompts must fit the cache, and the model must have their tokens: another one gives NaN."""
         longest = self._service.engine.max_length
-        for prompt in ask.prompts:
+        for prompt in prompts:
             if not prompt:
                 raise HttpError(400, "The prompt is empty.", param=param)
             if len(prompt) >= longest:
                 what = f"The prompt has {len(prompt)} tokens. Prompt and answer together may have {longest}."
                 raise HttpError(400, what, param=param, code="context_length_exceeded")
+            if not 0 <= min(prompt) <= max(prompt) < served.num_tokens:
+                what = f"The prompt has tokens that this model does not have: they are 0 to {served.num_tokens - 1}."
+                raise HttpError(400, what, param=param)
+
+    def _checked(self, ask: Ask) -> Ask:
+        """Answers must fit the queue and the memory."""
+        engine = self._service.engine
+        longest, most = engine.max_length, engine.num_rows + engine.max_waiting
+        if ask.num_answers > most:  # not 429: it would never be answered
+            raise HttpError(400, f"This server can give at most {most} answers to a request.", param="n")
         num_tokens = sum(_answer_length(ask, longest, p) + (len(p) if ask.scores_prompt else 0) for p in ask.prompts)
         if ask.form.with_logprobs and (ask.options.n or 1) * num_tokens * (1 + ask.num_top) > MOST_LOGPROBS:
             what = f"A request may ask for at most {MOST_LOGPROBS:,} log-probabilities. Use a smaller max_tokens or n."
@@ -185,11 +203,12 @@ class Completions:
     def _jobs(self, ask: Ask, inbox: Inbox) -> list[Job]:
         options, longest = ask.options, self._service.engine.max_length
         n = options.n or 1
+        seed = secrets.randbits(32) if options.seed is None else options.seed % 2**32
         sampling = Sampling(
             1.0 if options.temperature is None else options.temperature,
             1.0 if options.top_p is None else options.top_p,
             options.top_k or 0,
-            secrets.randbits(32) if options.seed is None else options.seed % 2**32,
+            seed,
         )
         return [
             Job(
@@ -197,7 +216,7 @@ class Completions:
                 prompt,
                 _answer_length(ask, longest, prompt),
                 inbox.receiver(number * n + choice),
-                sampling,
+                sampling if options.seed is not None else sampling._replace(seed=(seed + number) % 2**32),
                 number=choice,
                 stop_tokens=() if options.ignore_eos else ask.served.prompts.stops,
                 stop_texts=options.stops,
@@ -254,15 +273,8 @@ def _as_text(form: Form, index: int, piece: AnswerPiece) -> str:
 
 
 def _tokens(served: Served, prompt: str | list[int], longest: int) -> tuple[int, ...]:
-    """A text is continued as it is, without the chat template; token ids must be of the model."""
-    if isinstance(prompt, str):
-        return tuple(served.prompts.encode_text(prompt, max_tokens=longest))
-    if len(prompt) < longest and any(not 0 <= token < served.num_tokens for token in prompt):
-        raise TrilloraError(
-            f"The prompt has token ids that the model does not have: they are 0 to {served.num_tokens - 1}.",
-            do="use the tokenizer of this model",
-        )
-    return tuple(prompt)
+    """A text is continued as it is, without the chat template."""
+    return tuple(served.prompts.encode_text(prompt, max_tokens=longest) if isinstance(prompt, str) else prompt)
 
 
 def _answer_length(ask: Ask, longest: int, prompt: Sequence[int]) -> int:

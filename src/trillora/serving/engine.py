@@ -214,6 +214,7 @@ class Engine:
             self._report(error)
         jobs = [running.job for running in lane.running if not running.is_done]
         lane.reset()
+        lane.keep_prompt(())  # its arrays may be invalid too
         for job in jobs:
             _end_with(job, error)
 

@@ -115,6 +115,9 @@ class Lane:
         self.is_broken = False  # during a call that uses up the arrays of the batch
         self._unread: collections.deque[tuple[Written, list[tuple[int, Running]], int]] = collections.deque()
         self._seconds_per_token, self._last_read, self._num_spare = 0.0, 0.0, 0
+        self._prepared: tuple[BatchShape, BatchShape] | None = (
+            None  # present and next shape, whose programs are started
+        )
 
     @property
     def running(self) -> list[Running]:
@@ -279,7 +282,10 @@ class Lane:
         used = max(running.num_slots for running in self.running)
         if reserved > self.shape.num_slots and 2 * used > self.shape.num_slots:
             larger = BatchShape(self.shape.num_rows, self.sizes.shape(1, self.shape.num_slots + 1).num_slots)
-            _ready([self.programs.advance(larger), self.programs.reshape(self.shape, larger)])
+            if self._prepared != (self.shape, larger):  # a failure matters when the programs are needed
+                self._prepared = self.shape, larger
+                self.programs.advance(larger)
+                self.programs.reshape(self.shape, larger)
 
     def _change(self, shape: BatchShape) -> None:
         """Moves the running rows to a batch of another shape."""

@@ -187,18 +187,22 @@ class ServingPrograms:
         """(base, adapter, tokens [1, P], number of the adapter [1]) -> the probability of every next token. Padding is
         at the end."""
         model = self._decoder.model
+        limit = getattr(model.module.config.get_text_config(), "max_position_embeddings", None)
 
         def score(base: Tree, adapter: Tree, tokens: jax.Array, number: jax.Array) -> Written:
             adapter, _ = chosen_by(number, adapter, self._num_adapters)
             next_tokens = jnp.roll(tokens[0], -1).reshape(-1, SCORED_AT_ONCE)
+            inputs = {"tokens": tokens}
+            if limit is not None and num_prompt > limit:  # a learned position beyond the last is NaN, even of padding
+                inputs["positions"] = jnp.minimum(jnp.arange(num_prompt), limit - 1)[None]
 
             def of_chunk(logits: jax.Array, chosen: jax.Array) -> Written:
                 return probabilities(logits.astype(jnp.float32), chosen, chosen >= 0)
 
             if not model.has_separate_head:
-                logits = model.logits(base, adapter, {"tokens": tokens}).reshape(*next_tokens.shape, -1)
+                logits = model.logits(base, adapter, inputs).reshape(*next_tokens.shape, -1)
                 return jax.lax.map(lambda x: of_chunk(*x), (logits, next_tokens))
-            hidden = model.hidden(base, adapter, {"tokens": tokens}).reshape(*next_tokens.shape, -1)
+            hidden = model.hidden(base, adapter, inputs).reshape(*next_tokens.shape, -1)
             head = model.head_adapter(adapter)
             return jax.lax.map(lambda x: of_chunk(model.head(base, head, x[0][None])[0], x[1]), (hidden, next_tokens))
 

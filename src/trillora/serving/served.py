@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,19 +27,20 @@ from trillora.errors import TrilloraError
 from trillora.events import Listener, Note, ignore_events
 from trillora.files.cache_dir import cache_root
 from trillora.files.user_path import user_path
-from trillora.generation.generator import Generator
+from trillora.generation.generator import Generator, prompts_of, recipe_of
 from trillora.generation.placement import place_adapter
 from trillora.generation.prompts import Prompts
 from trillora.model.adapters import fitting, load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.decode import Decoder
 from trillora.model.layout import Tree
+from trillora.model.loading.growth import check_rows
 from trillora.model.loading.rope import rope_of
 from trillora.model.loading.source import base_name
 from trillora.model.lora import RowsMixed, chosen_layers
 from trillora.recipe.load import load_model_section
 from trillora.recipe.schema import Quantize
-from trillora.runs.adapter import adapter_of, template_of
+from trillora.runs.adapter import adapter_of
 from trillora.runs.files import REPORT_FILE, is_run
 from trillora.runs.saved import SavedAdapter, SavedRun, find_adapter
 from trillora.serving.adapter_stack import ReadAdapter, covering, place_stack, split_by_kind
@@ -62,7 +64,7 @@ class Served:
 
     name: str
     prompts: Prompts
-    num_tokens: int  # of the vocabulary
+    num_tokens: int  # that have embeddings
     system: str = ""  # the system message that all rows of the training had
 
 
@@ -73,6 +75,7 @@ class AdapterBatch:
     models: tuple[str, ...]
     adapter: Tree
     programs: ServingPrograms
+    num_tokens: int  # that have embeddings
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def open_service(
     found = {} if only_base else _adapters(run, adapters, listener)
     folders = {name: adapter.folder for name, adapter in found.items()}
     _check_positions(folders)
+    _check_tokens(found)
     first = next(iter(folders.values()), None)
     generator = Generator.open(
         name,
@@ -124,11 +128,9 @@ def open_service(
     compiler = Compiler()
     model = run.recipe.model if run is not None else load_model_section(name, overrides)
     base = _base_id(model.name)
-    models = _models(generator, base, folders)
-    for name, adapter in found.items():
-        if models[name].prompts.has_template:
-            models[name] = replace(models[name], system=adapter.system)
+    models = _models(generator, base, found)
     batches = _batches(generator, base, folders, compiler, listener)
+    models |= {name: replace(models[name], num_tokens=batch.num_tokens) for batch in batches for name in batch.models}
     length = _length(generator, max_length)
     shape = _fitting_shape(generator.mesh, batches[0].programs, num_rows, max_length, length)
     sizes = BatchSizes.up_to(shape.num_rows, shape.num_slots, fewest_slots)
@@ -155,15 +157,15 @@ def _warm_up(engine: Engine, batches: Sequence[AdapterBatch], listener: Listener
     listener(Note("Compiling the first programs"))
     each = {id(batch.programs): batch for batch in batches}.values()
     pieces: queue.SimpleQueue[AnswerPiece] = queue.SimpleQueue()
-    jobs = [Job(batch.models[0], (0,), 2, pieces.put) for batch in each]
-    engine.submit(jobs)
-    num_open = len(jobs)
-    while num_open:
-        piece = pieces.get()
+    for batch in each:  # one by one: the server may have one row and no queue
+        while engine.num_running:  # the row of the one before
+            time.sleep(0.001)
+        engine.submit([Job(batch.models[0], (0,), min(2, engine.max_length - 1), pieces.put)])
+        while not (piece := pieces.get()).is_last:
+            pass
         if piece.error is not None and not isinstance(piece.error, NotFinite):  # fails in its own requests only
             engine.close()
             raise piece.error
-        num_open -= piece.is_last
 
 
 def _adapters(run: SavedRun | None, given: Sequence[str], listener: Listener) -> dict[str, SavedAdapter]:
@@ -190,22 +192,42 @@ def _check_positions(folders: dict[str, Path]) -> None:
             )
 
 
+def _check_tokens(adapters: dict[str, SavedAdapter]) -> None:
+    """All adapters of a server share one tokenizer."""
+    recipes = {name: recipe_of(adapter) for name, adapter in adapters.items()}
+    tokens = {name: recipe.tokens or () if recipe is not None else () for name, recipe in recipes.items()}
+    first = next(iter(tokens), "")
+    for name, own in tokens.items():
+        if list(own) != list(tokens[first]):
+            shown = [f"{each} ({', '.join(list(tokens[each])[:8]) or 'none'})" for each in (first, name)]
+            raise TrilloraError(
+                f"Adapters with different new tokens cannot share a tokenizer: {shown[0]} and {shown[1]}.",
+                where=str(adapters[name].folder),
+                do=f"serve {name} with a server of its own",
+            )
+
+
 def _base_id(model: str) -> str:
     """The hub id of the base, or the name of its folder."""
     found = base_name(model)
     return Path(found).name if Path(found).is_dir() else found
 
 
-def _models(generator: Generator, base: str, folders: dict[str, Path]) -> dict[str, Served]:
+def _num_tokens(model: CausalLM) -> int:
+    """The tokens that have embeddings in the base or in the adapter."""
+    new = model.lora.tokens.ids if model.lora.tokens is not None else ()
+    return max(int(model.module.config.get_text_config().vocab_size), model.lora.num_tokens, *(i + 1 for i in new), 0)
+
+
+def _models(generator: Generator, base: str, adapters: dict[str, SavedAdapter]) -> dict[str, Served]:
     """The base and the adapters, each with its chat template."""
-    num_tokens = int(generator.model.module.config.get_text_config().vocab_size)
+    num_tokens = _num_tokens(generator.model)
     models = {base: Served(base, generator.base_prompts, num_tokens)}
-    for number, (name, folder) in enumerate(folders.items()):
+    for number, (name, adapter) in enumerate(adapters.items()):
         if name in models:
-            raise _same_name(name, Path(base), folder)
-        template = template_of(folder) or generator.base_prompts.template
-        prompts = generator.prompts if number == 0 else generator.prompts.with_template(template)
-        models[name] = Served(name, prompts, num_tokens)
+            raise _same_name(name, Path(base), adapter.folder)
+        prompts = generator.prompts if number == 0 else prompts_of(adapter, generator.base_prompts)
+        models[name] = Served(name, prompts, num_tokens, adapter.system if prompts.has_template else "")
     for served in models.values():
         served.prompts.serve_strangers(PROMPTS_AT_ONCE)
     return models
@@ -227,13 +249,13 @@ def _batches(
         own = model.with_lora(covering(shared))
         names, stack = (base, *(adapter.name for adapter in shared)), place_stack(shared, own, mesh)
         try:
-            batches.append(AdapterBatch(names, stack, programs_of(own, stack, len(names))))
+            batches.append(AdapterBatch(names, stack, programs_of(own, stack, len(names)), _num_tokens(own)))
         except RowsMixed:
             alone = [*((adapter, "this model mixes the rows of a batch") for adapter in shared), *alone]
     if not batches:
         known.append((model, programs_of(model, generator.adapter)))
         unchanged = generator.neutral_adapter if folders else generator.adapter
-        batches.append(AdapterBatch((base,), unchanged, known[0][1]))
+        batches.append(AdapterBatch((base,), unchanged, known[0][1], _num_tokens(model)))
     for adapter, reason in alone:
         listener(Note(f"{adapter.name} takes turns with the other models, in a batch of its own: {reason}"))
         where, spec = str(adapter.folder), adapter.spec
@@ -244,7 +266,7 @@ def _batches(
             alike = (own, programs_of(own, place_adapter(adapter.matrices, own, mesh, where=where)))
             known.append(alike)
         placed = place_adapter(adapter.matrices, alike[0], mesh, where=where)
-        batches.append(AdapterBatch((adapter.name,), placed, alike[1]))
+        batches.append(AdapterBatch((adapter.name,), placed, alike[1], _num_tokens(alike[0])))
     return batches
 
 
@@ -256,6 +278,7 @@ def _read(generator: Generator, folders: dict[str, Path]) -> list[ReadAdapter]:
             spec, matrices = generator.model.lora, {key: np.asarray(a) for key, a in generator.adapter.items()}
         else:
             spec, matrices = load_adapter(folder)
+            check_rows(generator.prompts.tokenizer, spec, str(folder))
         with fitting(str(folder)):
             read.append(ReadAdapter(name, folder, spec, matrices, chosen_layers(generator.model.module, spec)))
     return read

@@ -45,8 +45,13 @@ class AnswerText:
         after = self._decode(self._tokens[self._context :])
         if after.endswith(_INCOMPLETE) and len(self._tokens) - self._decoded < _MOST_PENDING:
             return ""
-        self._held += after[len(before) :]
-        self._context, self._decoded = self._decoded, len(self._tokens)
+        new = after[len(before) :]
+        self._held += new
+        # A word after a token without text, such as a control token, needs the word before it: many tokenizers remove
+        # the first space.
+        if new or len(self._tokens) - self._context > _MOST_PENDING:
+            self._context = self._decoded
+        self._decoded = len(self._tokens)
         return self._show()
 
     def rest(self) -> str:

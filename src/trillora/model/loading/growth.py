@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trillora.errors import TrilloraError
 from trillora.files.bounded import read_bounded
 from trillora.files.read_json import parse_json
+from trillora.model.lora_spec import LoraSpec
 
 if TYPE_CHECKING:
     from trillora.model.loading.types import Tokenizer
@@ -84,6 +85,24 @@ def trained_tokens(tokenizer: Tokenizer, new: Sequence[str], existing: Iterable[
         stored = tokenizer.stored_vocab_size
         ids.update(range(first_new if stored is None else min(first_new, stored), num_ids(tokenizer)))
     return tuple(sorted(ids))
+
+
+def check_rows(tokenizer: Tokenizer, spec: LoraSpec, where: str) -> None:
+    """Refuses an adapter for a tokenizer with other new tokens: one number would be two texts, or have no embedding."""
+    last, size = max(spec.tokens.ids, default=-1) if spec.tokens is not None else -1, num_ids(tokenizer)
+    if last >= size:
+        raise TrilloraError(
+            f"The adapter has trained token {last}, but the last one of the tokenizer is {size - 1}.",
+            where=where,
+            do="use the adapter in the folder of its run, which says which new tokens it has",
+        )
+    new = getattr(tokenizer, "new_tokens", ())
+    if new and size > max(last + 1, spec.num_tokens, tokenizer.stored_vocab_size or 0):
+        raise TrilloraError(
+            f"The adapter has no embeddings for the new tokens of the run: {', '.join(new[:8])}.",
+            where=where,
+            do="use it with its base model, not with this run",
+        )
 
 
 def num_ids(tokenizer: Tokenizer) -> int:

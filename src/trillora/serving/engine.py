@@ -162,6 +162,7 @@ class Engine:
             self._waiting = collections.deque(waiting)
         for lane in self._lanes:
             lane.sweep()
+            lane.forget_waiting()
         num_running = self.num_running
         most = self.num_rows if num_running == 0 else JOINS_PER_TURN
         num_joined = 0

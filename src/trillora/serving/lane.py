@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -75,6 +76,14 @@ class Running:
         return min(len(self.job.prompt) + self.num_ahead + TOKENS_PER_CALL, self.job.num_reserved)
 
 
+class Waiting(NamedTuple):
+    """A job that cannot join yet, because a program is being compiled."""
+
+    num_prompt: int
+    num_slots: int  # that it needs next to the running answers
+    num_expected: int
+
+
 @dataclass(frozen=True)
 class ReadPrompt:
     """A prompt that was read: several answers can follow it."""
@@ -111,6 +120,7 @@ class Lane:
         self.shape: BatchShape | None = None
         self._rows: RowStates | None = None
         self._places: list[Running | None] = []
+        self._waiting: Waiting | None = None
         self._last_prompt: ReadPrompt | None = None
         self.is_broken = False  # during a call that uses up the arrays of the batch
         self._unread: collections.deque[tuple[Written, list[tuple[int, Running]], int]] = collections.deque()
@@ -161,6 +171,7 @@ class Lane:
             if shape != self.shape:
                 wanted += [programs.reshape(self.shape, shape)]
         if not _ready(wanted):
+            self._waiting = Waiting(num_prompt, needed, num_expected)
             return False
         if job.scores_prompt:
             self._score(job, score.result())
@@ -261,8 +272,11 @@ class Lane:
         assert self.shape is not None
         needed = self.sizes.shape(len(self.running), max(running.num_slots for running in self.running))
         if needed.num_slots > self.shape.num_slots:
-            target = BatchShape(self.shape.num_rows, needed.num_slots)
+            target = self._grown(needed.num_slots)
+            others = self._to_insert(target)  # if one fails, the answer that waits fails alone
             if not _ready([self.programs.reshape(self.shape, target), self.programs.advance(target)]):
+                return False
+            if not all(program.done() for program in others):
                 return False
             self._change(target)
             return True
@@ -275,17 +289,35 @@ class Lane:
             self._change(needed)
         return True
 
+    def _grown(self, num_slots: int) -> BatchShape:
+        """The shape with more slots, and with a row for an answer that waits. Without it, the batch would run away from
+        that answer, which needs other programs for each shape."""
+        assert self.shape is not None
+        if self._waiting is None:
+            return BatchShape(self.shape.num_rows, num_slots)
+        num_rows = max(self.shape.num_rows, len(self.running) + self._waiting.num_expected)
+        return self.sizes.shape(num_rows, max(num_slots, self._waiting.num_slots))
+
+    def _to_insert(self, shape: BatchShape) -> list[Future[jax.stages.Compiled]]:
+        """The programs with which the answer that waits joins a batch of this shape."""
+        if self._waiting is None:
+            return []
+        programs, num_prompt = self.programs, self._waiting.num_prompt
+        fit = programs.reshape(BatchShape(1, num_prompt + 1), BatchShape(1, shape.num_slots))
+        return [programs.prefill(num_prompt), programs.begin(), fit, programs.insert(shape)]
+
     def _compile_next(self) -> None:
         """Starts to compile the programs for more slots when half of the present ones are used."""
         assert self.shape is not None
         reserved = max(running.job.num_reserved for running in self.running)
         used = max(running.num_slots for running in self.running)
         if reserved > self.shape.num_slots and 2 * used > self.shape.num_slots:
-            larger = BatchShape(self.shape.num_rows, self.sizes.shape(1, self.shape.num_slots + 1).num_slots)
+            larger = self._grown(self.sizes.shape(1, self.shape.num_slots + 1).num_slots)
             if self._prepared != (self.shape, larger):  # a failure matters when the programs are needed
                 self._prepared = self.shape, larger
                 self.programs.advance(larger)
                 self.programs.reshape(self.shape, larger)
+                self._to_insert(larger)
 
     def _change(self, shape: BatchShape) -> None:
         """Moves the running rows to a batch of another shape."""
@@ -298,6 +330,10 @@ class Lane:
         self._rows = program(self._rows, self._put(numbers))
         self._places = [*(self._places[place] for place in kept), *[None] * (shape.num_rows - len(kept))]
         self.shape, self._num_spare = shape, 0
+
+    def forget_waiting(self) -> None:
+        """No answer waits for this batch any more."""
+        self._waiting = None
 
     def _num_steps(self) -> int:
         if not self._seconds_per_token:

@@ -153,19 +153,24 @@ def open_service(
 
 
 def _warm_up(engine: Engine, batches: Sequence[AdapterBatch], listener: Listener) -> None:
-    """Generates two tokens with each set of programs: they are compiled before the first request, and they work."""
+    """Generates two tokens with each set of programs: they are compiled before the first request, and they work. Of
+    several models, two are asked together afterwards, as the page does: the batch that both share is compiled too."""
     listener(Note("Compiling the first programs"))
-    each = {id(batch.programs): batch for batch in batches}.values()
+    asked: list[Sequence[str]] = []
+    for batch in {id(batch.programs): batch for batch in batches}.values():
+        asked += [batch.models[:1], *([batch.models[:2]] if len(batch.models) > 1 and engine.num_rows > 1 else [])]
     pieces: queue.SimpleQueue[AnswerPiece] = queue.SimpleQueue()
-    for batch in each:  # one by one: the server may have one row and no queue
-        while engine.num_running:  # the row of the one before
+    for models in asked:  # one after the other: the server may have one row and no queue
+        while engine.num_running:  # the rows of those before
             time.sleep(0.001)
-        engine.submit([Job(batch.models[0], (0,), min(2, engine.max_length - 1), pieces.put)])
-        while not (piece := pieces.get()).is_last:
-            pass
-        if piece.error is not None and not isinstance(piece.error, NotFinite):  # fails in its own requests only
-            engine.close()
-            raise piece.error
+        engine.submit([Job(name, (0,), min(2, engine.max_length - 1), pieces.put) for name in models])
+        num_open = len(models)
+        while num_open:
+            piece = pieces.get()
+            if piece.error is not None and not isinstance(piece.error, NotFinite):  # fails in its own requests only
+                engine.close()
+                raise piece.error
+            num_open -= piece.is_last
 
 
 def _adapters(run: SavedRun | None, given: Sequence[str], listener: Listener) -> dict[str, SavedAdapter]:

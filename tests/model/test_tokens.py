@@ -28,7 +28,7 @@ from trillora.generation.generator import Generator
 from trillora.model.adapters import load_adapter
 from trillora.model.bridge import CausalLM
 from trillora.model.loading.growth import grow, num_ids, trained_tokens
-from trillora.model.loading.source import find_model, load_tokenizer
+from trillora.model.loading.source import OpenModel, find_model, load_tokenizer
 from trillora.model.lora_spec import LoraSpec, TrainedTokens
 from trillora.model.parts.token_rows import rows_from_base
 from trillora.recipe.load import load_recipe
@@ -213,6 +213,9 @@ def test_an_adapter_brings_the_new_tokens_of_its_own_run(run: Path, folder: Path
         Generator.open(model, adapter=tmp_path / "copy")
     with pytest.raises(TrilloraError, match="no embeddings for the new tokens of the run: <tool>, </tool>"):
         Generator.open(str(run), adapter=plain)
+    opened = OpenModel.open(model, revision=None, trust_remote_code=False, tokens=("<a>", "<b>"))
+    with pytest.raises(TrilloraError, match=r"other new tokens \(<tool>, </tool>\) than the tokenizer \(<a>, <b>\)"):
+        Generator.open(model, adapter=run, opened=opened)
     with pytest.raises(TrilloraError, match=r"run \(<tool>, </tool>\) and plain \(none\)") as caught:
         open_service(str(run), adapters=[str(plain)])
     assert "a server of its own" in str(caught.value.do)

@@ -162,7 +162,7 @@ class Generator:
             run.check_base(opened)
         spec, matrices = load_adapter(adapter_folder) if adapter_folder else (None, {})
         if spec is not None:
-            check_rows(opened.tokenizer, spec, str(adapter_folder))
+            check_rows(opened.tokenizer, spec, str(adapter_folder), tokens or ())
         if quantize is not None and quantize != source.quantize and adapter_folder is not None:
             listener(_other_base(source.quantize, quantize))
         remember_programs(cache_root() / "programs")

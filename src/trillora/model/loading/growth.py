@@ -87,16 +87,24 @@ def trained_tokens(tokenizer: Tokenizer, new: Sequence[str], existing: Iterable[
     return tuple(sorted(ids))
 
 
-def check_rows(tokenizer: Tokenizer, spec: LoraSpec, where: str) -> None:
-    """Refuses an adapter for a tokenizer with other new tokens: one number would be two texts, or have no embedding."""
+def check_rows(tokenizer: Tokenizer, spec: LoraSpec, where: str, tokens: Sequence[str] | None = None) -> None:
+    """Refuses an adapter for a tokenizer with other new tokens: one number would be two texts, or have no embedding.
+    `tokens`: the new tokens of the adapter's run, if it is known."""
+    new = getattr(tokenizer, "new_tokens", ())
+    if tokens is not None and list(tokens) != list(new):
+        shown = [", ".join(list(each)[:8]) or "none" for each in (tokens, new)]
+        raise TrilloraError(
+            f"The adapter has other new tokens ({shown[0]}) than the tokenizer ({shown[1]}).",
+            where=where,
+            do="use it with the run that trained it",
+        )
     last, size = max(spec.tokens.ids, default=-1) if spec.tokens is not None else -1, num_ids(tokenizer)
     if last >= size:
         raise TrilloraError(
             f"The adapter has trained token {last}, but the last one of the tokenizer is {size - 1}.",
             where=where,
-            do="use the adapter in the folder of its run, which says which new tokens it has",
+            do="give the run that trained it, which has the text of its new tokens; or merge it with PEFT",
         )
-    new = getattr(tokenizer, "new_tokens", ())
     if new and size > max(last + 1, spec.num_tokens, tokenizer.stored_vocab_size or 0):
         raise TrilloraError(
             f"The adapter has no embeddings for the new tokens of the run: {', '.join(new[:8])}.",

@@ -94,10 +94,12 @@ class ExportSource:
         usage: str,
         tags: Sequence[str] = (),
         notes: Sequence[str] = (),
+        config: dict[str, Any] | None = None,
     ) -> bytes:
         """The model card of something that is made from this adapter: README.md. `form` starts its first sentence, such
-        as "A fine-tuned version"; `usage` says how to load it."""
-        config = read_json(self.adapter / CONFIG_FILE, dict[str, Any], do="copy the file again")
+        as "A fine-tuned version"; `usage` says how to load it. `config`: another adapter_config.json than its own."""
+        if config is None:
+            config = read_json(self.adapter / CONFIG_FILE, dict[str, Any], do="copy the file again")
         facts = CardFacts(
             self.name,
             self.base_id,

@@ -10,7 +10,7 @@ Weights of the base are read later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -94,7 +94,7 @@ class ExportSource:
         usage: str,
         tags: Sequence[str] = (),
         notes: Sequence[str] = (),
-        config: dict[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
     ) -> bytes:
         """The model card of something that is made from this adapter: README.md. `form` starts its first sentence, such
         as "A fine-tuned version"; `usage` says how to load it. `config`: another adapter_config.json than its own."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def _name_of(module: Any, part: object) -> str:
     return next(name for name, child in module.named_modules() if child is part)
 
 
-def _card(source: ExportSource, kind: str, config: dict[str, Any]) -> bytes:
+def _card(source: ExportSource, kind: str, config: Mapping[str, object]) -> bytes:
     comment = f"  # a {kind} with the weights of this base's text model"
     usage = peft_usage("TEXT_MODEL", config, source.base.positions, comment)
     form = "A LoRA adapter for the text model alone,"

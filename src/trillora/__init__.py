@@ -78,12 +78,18 @@ def train(
         return run(loaded, Path(out), listener=shown)
 
 
-def load(run: str | Path, *, overrides: Sequence[str] = (), listener: Listener | None = None) -> LoadedRun:
-    """Opens a finished run, to ask it, evaluate it, export it or merge it. Overrides replace options of its recipe:
-    `["model.name=FOLDER"]` if the model has moved."""
+def load(
+    run: str | Path,
+    *,
+    adapter: str | None = None,
+    overrides: Sequence[str] = (),
+    listener: Listener | None = None,
+) -> LoadedRun:
+    """Opens a finished run, to ask it, evaluate it, export it or merge it. `adapter` is the name of one of several.
+    Overrides replace options of its recipe: `["model.name=FOLDER"]` if the model has moved."""
     from trillora.loaded_run import LoadedRun
 
-    return LoadedRun(run, overrides=overrides, listener=listener)
+    return LoadedRun(run, adapter=adapter, overrides=overrides, listener=listener)
 
 
 def inspect_data(

@@ -32,14 +32,25 @@ class LoadedRun:
 
     folder: Path  # of the run
     recipe: Recipe  # that it was trained with
+    adapter: str | None  # the name of one of several
 
-    def __init__(self, run: str | Path, *, overrides: Sequence[str] = (), listener: Listener | None = None) -> None:
-        saved = check_run(run, overrides)
-        self.folder, self.recipe = saved.folder, saved.recipe
+    def __init__(
+        self,
+        run: str | Path,
+        *,
+        adapter: str | None = None,
+        overrides: Sequence[str] = (),
+        listener: Listener | None = None,
+    ) -> None:
+        saved = check_run(run, overrides, adapter=adapter)
+        self.folder, self.recipe, self.adapter = saved.folder, saved.recipe, adapter
         self._overrides, self._listener = tuple(overrides), listener
+        self._is_phase = saved.recipe.phases is not None and adapter in saved.parts
+        self._merged = saved.folder if adapter is None else saved.finished_adapter(adapter).folder
 
     def __repr__(self) -> str:
-        return f"<run {self.folder}: {self.recipe.model.name}>"
+        which = "" if self.adapter is None else f", adapter {self.adapter}"
+        return f"<run {self.folder}: {self.recipe.model.name}{which}>"
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str
@@ -107,6 +118,8 @@ class LoadedRun:
             result = evaluate(
                 self.folder,
                 data,
+                stage=self.adapter if self._is_phase else None,
+                adapter=self.adapter,
                 overrides=self._overrides,
                 max_rows=max_rows,
                 with_base=with_base,
@@ -126,7 +139,7 @@ class LoadedRun:
 
         check_kind(to)
         with self._shown() as listener:
-            source = open_source(str(self.folder), overrides=self._overrides, listener=listener)
+            source = open_source(str(self.folder), adapter=self.adapter, overrides=self._overrides, listener=listener)
             folder = default_folder(source, to, type) if out is None else user_path(out, where="out")
             return export_as(to, source, folder, type=type, listener=listener).folder
 
@@ -141,7 +154,7 @@ class LoadedRun:
         from trillora.adapters.merge import merge_adapters
         from trillora.recipe.group_section import MergeOptions
 
-        folders = [self.folder, *(other.folder if isinstance(other, LoadedRun) else other for other in others)]
+        folders = [self._merged, *(other._merged if isinstance(other, LoadedRun) else other for other in others)]
         options = MergeOptions(method, None if weights is None else tuple(weights))  # type: ignore[arg-type]
         with self._shown() as listener:
             return merge_adapters(folders, options, out, listener=listener)
@@ -151,7 +164,7 @@ class LoadedRun:
         with self._shown() as listener:
             from trillora.generation.generator import Generator
 
-            return Generator.open(str(self.folder), overrides=self._overrides, listener=listener)
+            return Generator.open(str(self.folder), adapter=self.adapter, overrides=self._overrides, listener=listener)
 
     @contextmanager
     def _shown(self) -> Iterator[Listener]:

@@ -93,6 +93,20 @@ def test_a_failed_start_with_a_data_file_leaves_nothing(folder: Path, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_refuses_other_data_keeps_its_recipe(
+    folder: Path, finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    """More steps than it has: the early checks let it pass, the trainer compares the data."""
+    run, _ = finished
+    before = (run / "recipe.yaml").read_bytes()
+    lines = (folder / "chats.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "others.jsonl").write_text("".join(lines[1:]))
+    longer = [option if "steps" not in option else "train.steps=3" for option in OPTIONS]
+    refused = invoke("train", tmp_path / "others.jsonl", *longer, "--model", folder / "model", "--out", run)
+    assert refused.exit_code == 2 and "--accept-changes" in refused.output, refused.output
+    assert (run / "recipe.yaml").read_bytes() == before
+
+
 def test_a_data_file_needs_a_model_and_a_recipe_has_its_own(folder: Path, tmp_path: Path) -> None:
     result = invoke("train", folder / "chats.jsonl", "--out", tmp_path / "new")
     assert result.exit_code == 2 and "add --model MODEL: smollm2" in result.output

@@ -180,6 +180,14 @@ def test_a_mask_that_does_not_find_the_thinking_is_refused() -> None:
     assert "data.thinking: drop" in caught.value.do
 
 
+@pytest.mark.parametrize("first", [IN_FIELD, INSIDE])
+def test_a_mask_does_not_take_an_answer_for_thinking(first: dict[str, Any]) -> None:
+    """The template leaves out the thinking of an earlier answer, which repeats it."""
+    repeats = {**first, "content": first["content"] + ", as three plus three is"}
+    document = render({"messages": [ASKED, repeats, ASKED, IN_FIELD]}, QWEN, "messages", thinking="mask")
+    assert trained(document) == "6, as three plus three is<|im_end|>6<|im_end|>"
+
+
 def test_an_answer_that_is_all_thinking_cannot_be_dropped() -> None:
     with pytest.raises(TrilloraError, match="The answer in turn 2 is all thinking"):
         chat({"role": "assistant", "content": "<think>three</think>"}, thinking="drop")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,15 @@ def test_the_chosen_answers_are_the_most_likely_for_transformers_and_peft(run: P
         assert len(set(picked)) > 1  # else it would prove little
     assert choices.adapter.loss is None and choices.examples[0].prompt.splitlines()[1] == "A. It is 0."
     assert "choice_accuracy" in choices.intervals and "loss" in chats.intervals
+
+
+def test_the_columns_of_the_training_rows_do_not_matter(
+    run: Path, questions: Path, found: Evaluation, tmp_path: Path
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    options = ["data.columns={messages: chat}", "data.drop_keys=[answer]", "data.weight_key=importance"]
+    own = evaluate(tmp_path / "run", questions, overrides=options)
+    assert (own.base, own.adapter) == (found.files[1].base, found.files[1].adapter)
 
 
 def test_several_files_have_their_own_results_and_means(run: Path, found: Evaluation) -> None:

@@ -108,6 +108,7 @@ trap 'mkdir -p run/adapter; echo saved > run/adapter/file; exit 75' TERM
 touch running
 case "$(cat mode)" in
   finish) mkdir -p run/adapter; echo done > run/adapter/file; exit 0 ;;
+  several) mkdir -p run/adapters/code; echo code > run/adapters/code/file; touch run/group.json; exit 0 ;;
   fail) exit 2 ;;
 esac
 while true; do sleep 0.05; done
@@ -115,7 +116,8 @@ while true; do sleep 0.05; done
 
 
 @pytest.mark.parametrize(
-    ("mode", "code", "content"), [("finish", 0, "done\n"), ("fail", 2, None), ("wait", EXIT_STOPPED, "saved\n")]
+    ("mode", "code", "content"),
+    [("finish", 0, "done\n"), ("several", 0, "code\n"), ("fail", 2, None), ("wait", EXIT_STOPPED, "saved\n")],
 )
 def test_job_passes_signals_and_exit_codes_on_and_copies_the_results(
     bundle: Bundle, tmp_path: Path, mode: str, code: int, content: str | None
@@ -138,7 +140,7 @@ def test_job_passes_signals_and_exit_codes_on_and_copies_the_results(
         process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code and "already installed" in output
-    found = results / "adapter" / "file"
+    found = results / ("adapters/code" if mode == "several" else "adapter") / "file"
     assert (found.read_text() if found.exists() else None) == content
 
 

@@ -71,6 +71,35 @@ def test_colab_notebook_proves_trains_evaluates_exports_and_shows_the_report(
     assert (found.results / ADAPTER).read_bytes() == (tmp_path / "plain" / ADAPTER.relative_to("run")).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("sections", "is_evaluated"),
+    [
+        ({"data": {"split": {"validation": 0.2, "test": 0.2}}}, True),
+        ({"data": {"split": {"validation": 0.2, "test": 0}}}, False),
+        ({"data": {"validation": "rows.jsonl"}}, False),
+        ({}, False),
+    ],
+)
+def test_a_notebook_evaluates_only_with_test_rows(
+    home: Path, tmp_path: Path, sections: dict[str, Any], is_evaluated: bool
+) -> None:
+    """As `trillora eval RUN`, which refuses a run without them."""
+    shutil.copy(tiny_run.recipe(home)["data"]["path"], home / "rows.jsonl")
+    bundle = make_bundle(recipe(home, "lesson", **sections))
+    files = write_colab(bundle, tmp_path / "launch", find_target("colab", "colab"), export="none")
+    assert ("session.evaluate()" in files.notebook.read_text()) == is_evaluated
+
+
+def test_a_notebook_of_phases_does_not_evaluate(home: Path, tmp_path: Path) -> None:
+    values = tiny_run.recipe(home, data={"split": {"test": 0.2}})
+    data = values.pop("data")
+    values["phases"] = [{"name": name, "data": data} for name in ("one", "two")]
+    (home / "phases.yaml").write_text(yaml.safe_dump(values))
+    bundle = make_bundle(home / "phases.yaml")
+    files = write_colab(bundle, tmp_path / "launch", find_target("colab", "colab"), export="none")
+    assert "session.evaluate()" not in files.notebook.read_text()
+
+
 @contextmanager
 def stopped_at_step(results: Path, step: int) -> Iterator[None]:
     """Stops the training process like Kaggle at the end of a session, once this checkpoint is complete."""

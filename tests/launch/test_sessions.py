@@ -83,6 +83,18 @@ def test_results_of_another_recipe_are_not_taken_for_this_one(tmp_path: Path) ->
         Session("chat", folder)
 
 
+def test_a_recipe_with_a_mistake_can_be_corrected(tmp_path: Path) -> None:
+    """It left a record, but no results that another recipe could spoil."""
+    folder = tmp_path / "chat"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("modle: one")
+    Session("chat", folder)._save(state="failed", exit_code=2)
+    (folder / "recipe.yaml").write_text("model: one")
+    corrected = Session("chat", folder)
+    corrected._save(state="started")
+    assert json.loads((corrected.results / RESULT).read_text())["state"] == "started"
+
+
 def test_processes_end_before_the_session_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Kaggle ends by force may be lost, for example an adapter whose evaluation takes too long."""
     monkeypatch.setattr(session_module, "LAST", 3599.0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,15 +32,18 @@ from trillora.cli import app
 from trillora.errors import TrilloraError
 from trillora.export.merged import export_merged
 from trillora.export.source import open_source
+from trillora.export.text_adapter import export_text_adapter
 from trillora.model.adapters import adapter_files, fit_adapter, load_adapter
 from trillora.model.bridge import CausalLM, ModelOptions
 from trillora.model.limits import check_rows
 from trillora.model.loading import weights
+from trillora.model.loading.rope import scale_positions
 from trillora.model.loading.source import OpenModel, load_config
 from trillora.model.loading.weights import load_weights
 from trillora.model.loading.wrapper import removed_modules
 from trillora.model.lora_spec import LoraSpec
 from trillora.recipe.load import load_recipe
+from trillora.recipe.lora import RopeSection
 from trillora.report.event_text import adapted_lines
 from trillora.step.adapted_share import adapted_share
 from trillora.training.trainer import train
@@ -213,6 +219,21 @@ def test_an_adapter_for_the_text_model_alone(folder: Path, run: Path) -> None:
     assert CausalLM(text.config, lora=spec).targets
     written = json.loads((folder / "text" / "adapter_config.json").read_text("utf-8"))
     assert written["task_type"] == "CAUSAL_LM" and "q_proj" in written["target_modules"]
+
+
+def test_the_card_of_an_adapter_for_the_text_model_scales_its_positions(folder: Path, run: Path) -> None:
+    source = open_source(str(run))
+    rope = RopeSection(type="yarn", factor=4)
+    scale_positions(source.base.config, rope, "config.json")
+    scaled = dataclasses.replace(source, base=dataclasses.replace(source.base, rope=rope))
+    out = export_text_adapter(scaled, folder / "scaled").folder
+    card = (out / "README.md").read_text("utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    compile(code, "card", "exec")
+    assert 'AutoConfig.from_pretrained("TEXT_MODEL")' in code and "config=config, dtype" in code
+    [update] = re.findall(r"get_text_config\(\)\.update\((.*)\)\n", code)
+    [override] = re.findall(r"--hf-overrides '(.*)'", card)
+    assert ast.literal_eval(update) == json.loads(override) == json.loads((out / "rope.json").read_text())
 
 
 def test_certificates_of_a_wrapper(folder: Path, run: Path) -> None:

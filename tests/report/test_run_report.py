@@ -133,6 +133,28 @@ def test_snippet_names_the_adapter_and_the_base_on_the_hub(run: Path) -> None:
     assert EMBEDDED_NOTE not in report(run)
 
 
+def test_the_snippet_scales_the_positions_of_the_base(run: Path) -> None:
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    content = {"rope_parameters": parameters, "max_position_embeddings": 256}
+    (run / "adapter" / "rope.json").write_text(json.dumps(content))
+    code = snippet(report(run)).partition(EMBEDDED_NOTE)[0]
+    compile(code, "report", "exec")
+    assert "import AutoConfig, AutoModelForCausalLM, AutoTokenizer" in code and "config=config, dtype" in code
+    [values] = re.findall(r"get_text_config\(\)\.update\((.*)\)\n", code)
+    assert json.loads(values.replace("'", '"')) == content
+    (run / "adapter" / "rope.json").write_text("[]")
+    assert "AutoConfig" not in snippet(report(run))
+
+
+def test_the_snippet_of_a_checkpoint_says_that_positions_are_scaled(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ended="stopped")
+    assert "model.rope" not in snippet(report(run))
+    recipe = (run / "resolved.yaml").read_text()
+    (run / "resolved.yaml").write_text(recipe + "model:\n  name: smollm2\n  rope: {type: yarn, factor: 4.0}\n")
+    code = snippet(report(run))
+    assert "# Add the scaling of the recipe's model.rope" in code and "AutoConfig" not in code
+
+
 def test_equal_json_counts_as_the_expected_answer(run: Path) -> None:
     assert report(run).count(">as expected<") == 2 + 1  # two of the three prompts; one example with other spacing
 

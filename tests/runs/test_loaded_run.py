@@ -91,6 +91,12 @@ def test_the_notebook_shows_the_data_at_once_and_one_panel_of_the_run(cells: Cel
     assert "Warning" not in "".join(errors)
 
 
+def test_the_notebook_writes_the_columns_that_it_names(cells: Cells, world: Path) -> None:
+    header = (world / "capitals.csv").read_text("utf-8").splitlines()[0].split(",")
+    text = "".join(line for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] for line in cell["source"])
+    assert f"`{header[0]}` and `{header[1]}` is one of the known formats" in text
+
+
 def test_one_prompt_has_one_answer_and_a_list_has_a_list(run: LoadedRun) -> None:
     messages = [{"role": "user", "content": "The capital of Peru?"}]
     alone = run.generate("The capital of Peru?", max_tokens=4)

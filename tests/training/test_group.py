@@ -14,9 +14,10 @@ from dose import FULL, slow_case
 from safetensors.numpy import load, load_file
 from tiny_run import checkpoints_of, metrics
 
+import trillora
 from trillora.errors import TrilloraError
 from trillora.evaluation.evaluate import evaluate
-from trillora.events import AdapterEnded, AdapterStep, Event, Note, Scored
+from trillora.events import AdapterEnded, AdapterStep, Event, Note, Scored, ignore_events
 from trillora.generation.generator import Generator
 from trillora.recipe.load import load_recipe
 from trillora.step.group_plan import Segment, best, halvings, planned_widths, score, segments, selections
@@ -129,6 +130,21 @@ def test_phases_equal_single_runs(folder: Path, whole: tuple[Path, list[Event]],
         ("sums", 6, "finished"),
         ("pairs", 10, "finished"),
     ]
+
+
+def test_each_adapter_is_loaded_by_its_name(whole: tuple[Path, list[Event]], tmp_path: Path) -> None:
+    """With `trillora.load`. A phase is evaluated on its own test rows."""
+    out, events = whole
+    with pytest.raises(TrilloraError, match="several"):
+        trillora.load(out)
+    sums, pairs = (trillora.load(out, adapter=name, listener=ignore_events) for name in ("sums", "pairs"))
+    [scored] = [event for event in events if isinstance(event, Scored)]
+    expected = next(s.loss for s in scored.scores if (s.adapter, s.phase) == ("sums", "sums"))
+    assert sums.evaluate(with_base=False).adapter.loss == pytest.approx(expected, rel=1e-4)
+    assert sums._generator.model is not None and "adapter sums" in repr(sums)
+    assert "| sums | chats.jsonl |" in (sums.export("merged", out=tmp_path / "exported") / "README.md").read_text()
+    merged = sums.merge(pairs, out=tmp_path / "merged")
+    assert [Path(each.name).name for each in merged.inputs] == ["sums", "pairs"]
 
 
 def test_a_phase_is_evaluated_on_its_own_test_rows(whole: tuple[Path, list[Event]]) -> None:

@@ -13,7 +13,9 @@ from tiny_run import checkpoints_of, metrics
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Event, Note
 from trillora.recipe.load import load_recipe
+from trillora.runs.adapter import adapter_of as unfinished
 from trillora.runs.manifest import read_manifest
+from trillora.runs.saved import SavedRun
 from trillora.training.trainer import train
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
@@ -42,7 +44,7 @@ def test_more_steps_leave_the_adapter_of_a_run_that_had_them_from_the_start(fold
     train(recipe(folder, 6), run, listener=events.append)
     assert adapter_of(run) == adapter_of(whole) != first
     assert [line["loss"] for line in metrics(run, "step")] == [line["loss"] for line in metrics(whole, "step")]
-    assert (run / "exports" / "adapter-step-3" / "adapter_model.safetensors").read_bytes() == first
+    assert (run / "exports" / "finished-step-3" / "adapter_model.safetensors").read_bytes() == first
     manifest = read_manifest(run)
     assert manifest is not None and (manifest.num_steps, manifest.adapter.step) == (6, 6)
     assert any(isinstance(event, Note) and "is trained longer" in event.text for event in events)
@@ -61,6 +63,19 @@ def test_a_longer_run_that_was_killed_resumes(folder: Path, tmp_path: Path) -> N
     (run / "saved.json").unlink()
     train(recipe(folder, 6), run)
     assert adapter_of(run) == whole
+
+
+def test_the_adapter_of_a_checkpoint_does_not_replace_the_finished_one(folder: Path, tmp_path: Path) -> None:
+    """A run that is trained longer was killed before its first new checkpoint, and is asked then."""
+    run = tmp_path / "run"
+    train(recipe(folder, 3), run)
+    first = adapter_of(run)
+    train(recipe(folder, 6, keep_checkpoints=9), run)
+    shutil.rmtree(run / "adapter")
+    checkpoints_of(run).remove_after(3)
+    asked = unfinished(SavedRun.open(run)).folder
+    assert asked.name == "adapter-step-3" and asked.is_dir()
+    assert (run / "exports" / "finished-step-3" / "adapter_model.safetensors").read_bytes() == first
 
 
 def test_a_schedule_that_was_made_for_fewer_steps_is_said(folder: Path, tmp_path: Path) -> None:

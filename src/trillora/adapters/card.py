@@ -109,7 +109,7 @@ def model_card(facts: CardFacts) -> str:
         f"{facts.form} of {_base_text(facts.base)}, made with Trillora {__version__}.",
         EMBEDDED_NOTE if manifest is not None and manifest.model.get("name") == EMBEDDED else "",
         *(_plain(note) for note in facts.notes),
-        _section("Use", facts.usage or _peft_usage(base, facts.config, facts.positions)),
+        _section("Use", facts.usage or peft_usage(base, facts.config, facts.positions)),
         _section("Rotary positions", _positions(facts)),
         _section("Scores", _scores_table(evaluated, scores, _loss_in_training(manifest, recipe))),
         _section("Data", _data_table(stages)),
@@ -308,19 +308,19 @@ def _base_text(base: str | None) -> str:
     return f"the model `{_file_name(base)}`" if base else "a base model"
 
 
-def _peft_usage(base: str | None, config: Mapping[str, object], positions: ScaledPositions | None) -> str:
+def peft_usage(
+    base: str | None, config: Mapping[str, object], positions: ScaledPositions | None, comment: str = ""
+) -> str:
+    """How to load an adapter with this adapter_config.json. `comment` explains what the base is."""
     kind = MULTIMODAL if config.get("auto_mapping") else TEXT
-    name, scaled = base or "BASE_MODEL", ""
-    if positions is not None:
-        scaled = f"""
-config = AutoConfig.from_pretrained("{name}")
-config.get_text_config().update({positions.values()})"""
+    name = base or "BASE_MODEL"
+    scaled = "" if positions is None else positions.code(f'"{name}"')
     return f"""```python
 from peft import PeftModel
 from transformers import {"AutoConfig, " if scaled else ""}{kind}, AutoTokenizer
 
-here = "THIS_REPOSITORY_OR_FOLDER"{scaled}
-base = {kind}.from_pretrained("{name}", {"config=config, " if scaled else ""}dtype="auto")
+here = "THIS_REPOSITORY_OR_FOLDER"
+{scaled}base = {kind}.from_pretrained("{name}", {"config=config, " if scaled else ""}dtype="auto"){comment}
 tokenizer = AutoTokenizer.from_pretrained(here)
 model = PeftModel.from_pretrained(base, here)
 ```"""

@@ -66,10 +66,12 @@ def train(
         start_gpu(loaded.hardware.backend)
         from trillora.training import trainer
 
+        before, is_done = _saved_recipe(out), False
         try:
             result = trainer.train(loaded, out, listener=listener, accept_changes=accept_changes)
+            is_done = True
         finally:
-            if is_data_file(recipe):
+            if is_data_file(recipe) and (is_done or _saved_recipe(out) != before):  # not of a run that was refused
                 _write_recipe(loaded, recipe, out)
     if result.stopped is not None:
         show_stopped(result.run, context, as_json)
@@ -88,6 +90,14 @@ def _options(recipe: Path, model: str | None) -> Path | dict[str, Any]:
         do = "add --model MODEL: smollm2 (embedded), a Hugging Face id or a folder"
         raise TrilloraError(f"{recipe.name} is a data file, and no model is given.", where="--model", do=do)
     return _recipe_of(recipe, model)
+
+
+def _saved_recipe(run: Path) -> bytes:
+    """What the run was started with; empty if it was not."""
+    from trillora.runs.files import RECIPE_FILE
+
+    file = run / RECIPE_FILE
+    return file.read_bytes() if file.is_file() else b""
 
 
 def _write_recipe(recipe: Recipe, data: Path, run: Path) -> None:

@@ -16,7 +16,6 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trillora.data.reading.readers import first_rows
 from trillora.data.rendering.formats import columns_of, detect
@@ -104,7 +103,7 @@ def next_commands(answers: NewRecipe, recipe: Path) -> list[tuple[str, str]]:
     return [*steps, ("Train it", f"trillora train {file} --out {out}"), ("Ask it", f"trillora chat {out}")]
 
 
-def _template(data: DataSection, system: str) -> dict[str, Any]:
+def _template(data: DataSection, system: str) -> dict[str, str]:
     """A template with a system prompt, for rows that have a question and an answer."""
     assert isinstance(data.path, str)
     rows = [row for file in check_files(data.path)[:1] for row in first_rows(file, 1) if not isinstance(row, Fault)]

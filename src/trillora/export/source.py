@@ -10,7 +10,7 @@ Weights of the base are read later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -94,10 +94,12 @@ class ExportSource:
         usage: str,
         tags: Sequence[str] = (),
         notes: Sequence[str] = (),
+        config: Mapping[str, object] | None = None,
     ) -> bytes:
         """The model card of something that is made from this adapter: README.md. `form` starts its first sentence, such
-        as "A fine-tuned version"; `usage` says how to load it."""
-        config = read_json(self.adapter / CONFIG_FILE, dict[str, Any], do="copy the file again")
+        as "A fine-tuned version"; `usage` says how to load it. `config`: another adapter_config.json than its own."""
+        if config is None:
+            config = read_json(self.adapter / CONFIG_FILE, dict[str, Any], do="copy the file again")
         facts = CardFacts(
             self.name,
             self.base_id,

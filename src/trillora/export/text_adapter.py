@@ -9,18 +9,20 @@ The matrices are the same.
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trillora.adapters.card import CARD_FILE
+from trillora.adapters.card import CARD_FILE, peft_usage
 from trillora.errors import TrilloraError
 from trillora.events import Listener, ignore_events
 from trillora.export.source import Exported, ExportSource
 from trillora.files.atomic import new_folder
 from trillora.files.checksums import with_checksums
-from trillora.model.adapters import adapter_files, check_shapes
+from trillora.model.adapters import CONFIG_FILE, adapter_files, check_shapes
 from trillora.model.bridge import CausalLM, ModelOptions
-from trillora.model.loading.wrapper import TEXT, is_wrapper, text_class
+from trillora.model.loading.wrapper import is_wrapper, text_class
 
 
 def export_text_adapter(source: ExportSource, out: Path, *, listener: Listener = ignore_events) -> Exported:
@@ -54,7 +56,7 @@ def export_text_adapter(source: ExportSource, out: Path, *, listener: Listener =
             **source.base.rope_file(),
         },
     )
-    files[CARD_FILE] = _card(source, kind or "")
+    files[CARD_FILE] = _card(source, kind or "", json.loads(files[CONFIG_FILE]))
     with new_folder(out) as folder:
         for name, data in files.items():
             (folder / name).write_bytes(data)
@@ -88,15 +90,8 @@ def _name_of(module: Any, part: object) -> str:
     return next(name for name, child in module.named_modules() if child is part)
 
 
-def _card(source: ExportSource, kind: str) -> bytes:
-    usage = f"""```python
-from peft import PeftModel
-from transformers import {TEXT}, AutoTokenizer
-
-here = "THIS_REPOSITORY_OR_FOLDER"
-base = {TEXT}.from_pretrained("TEXT_MODEL", dtype="auto")  # a {kind} with the weights of this base's text model
-tokenizer = AutoTokenizer.from_pretrained(here)
-model = PeftModel.from_pretrained(base, here)
-```"""
+def _card(source: ExportSource, kind: str, config: Mapping[str, object]) -> bytes:
+    comment = f"  # a {kind} with the weights of this base's text model"
+    usage = peft_usage("TEXT_MODEL", config, source.base.positions, comment)
     form = "A LoRA adapter for the text model alone,"
-    return source.card(relation="adapter", form=form, library="peft", usage=usage)
+    return source.card(relation="adapter", form=form, library="peft", usage=usage, config=config)

@@ -112,7 +112,7 @@ if [ -n "$stopping" ]; then  # the signal ended the first `wait`
   wait "$child"
   code=$?
 fi
-if [ -d run/adapter ]; then  # written by the first worker only
+if [ -d run/adapter ] || [ -f run/group.json ]; then  # of one adapter or several; written by the first worker only
   venv/bin/python - {results} <<'EOF' || [ "$code" -ne 0 ] || code=1
 import sys
 

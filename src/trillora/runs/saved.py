@@ -241,5 +241,5 @@ def _several(run: SavedRun) -> TrilloraError:
     return TrilloraError(
         f"This run has several adapters: {', '.join(names)}.",
         where=str(run.folder),
-        do=f"choose one with --adapter NAME (eval: --stage NAME), or give its folder: {folders}",
+        do=f"choose one with --adapter NAME (eval: --stage NAME; Python: adapter=NAME), or give its folder: {folders}",
     )

@@ -192,12 +192,13 @@ class _Training(RunProcess):
         return Course(devices, model, identity, entries, plans, ahead, position, resolved, resolved.fill(recipe))
 
     def _set_aside(self, course: Course) -> None:
-        """A finished run that is trained longer is not finished: its adapter moves to RUN/exports."""
+        """A finished run that is trained longer is not finished: its adapter moves to RUN/exports, under a name that no
+        adapter of a checkpoint has."""
         step, folder = course.position.step, self._folder.path
         if not course.left:
             what, do = "This run already has all steps that the recipe asks for.", "raise train.steps or train.epochs"
             raise TrilloraError(what, where=str(folder), do=do)
-        kept = folder / EXPORTS / f"adapter-step-{course.position.global_step}"
+        kept = folder / EXPORTS / f"finished-step-{course.position.global_step}"
         if jax.process_index() == 0:
             shutil.rmtree(kept, ignore_errors=True)
             kept.parent.mkdir(exist_ok=True)

@@ -137,7 +137,10 @@ def check_found(chat: Chat, turns: Sequence[int], text: str, spans: Sequence[Spa
     """Refuses thinking that is in the span of an answer, but not in a block: it would be trained on."""
     for turn, span in zip(turns, spans, strict=True):
         thought, block = thought_of(chat.messages[turn]), marks.block(text, span)
-        if thought and (block is None or block.is_empty) and thought in text[slice(*span)]:
+        if not thought or (block is not None and not block.is_empty):
+            continue
+        answer = _without_block(chat.messages[turn].get("content") or "")  # it may have the words of the thought
+        if text.count(thought, *span) > answer.count(thought):
             what = f"data.thinking: mask, but the thinking of turn {turn + 1} is not at the start of its answer."
             raise BadRow(what, "use a chat template that writes it there between two marks; or set data.thinking: drop")
 

@@ -86,7 +86,8 @@ def continuations(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "choices.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-        changes = {"path": str(file), "format": "auto", "template": None, "row_path": None, "json_schema": None}
+        changes: dict[str, Any] = {"columns": {}, "drop_keys": (), "weight_key": None}  # these are of other rows
+        changes |= {"path": str(file), "format": "auto", "template": None, "row_path": None, "json_schema": None}
         changes |= {"split": None, "train_on": "auto", "on_too_long": "split", "on_bad_row": "refuse"}
         data = recipe.data.model_copy(update=changes)
         # A run on preferences is asked as any other: each choice is one answer.

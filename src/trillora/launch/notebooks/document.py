@@ -142,7 +142,7 @@ def make_notebook(
         _code("session.keep_results()\nsession.read_secrets()"),
         _code("session.train()"),
         _text("## Results"),
-        *([_code("session.evaluate()")] if _has_held_out_rows(bundle) else []),
+        *([_code("session.evaluate()")] if _has_test_rows(bundle) else []),
         _code("session.show_report()"),
         *([_code(f"session.export({export!r})")] if export != "none" else []),
         _code(FINISH[target.place]),
@@ -173,9 +173,7 @@ def _introduction(bundle: Bundle, target: Target) -> str:
     )
 
 
-def _fetching(
-    bundle: Bundle, packed: Path | None, target: Target, embed: bool, release: Release | None
-) -> list[Any]:
+def _fetching(bundle: Bundle, packed: Path | None, target: Target, embed: bool, release: Release | None) -> list[Any]:
     """The cells that bring Trillora and the files of the recipe. What they bring is said before."""
     inside = (files_in_wheel(bundle) or {}) if packed is None else {}
     imports = [*(["base64", "hashlib", "io"] if packed else []), "os", "pathlib", *(["subprocess"] if release else [])]
@@ -235,9 +233,10 @@ def _session(bundle: Bundle, target: Target) -> str:
     )
 
 
-def _has_held_out_rows(bundle: Bundle) -> bool:
-    last = stages_of(bundle.recipe)[-1].recipe.data
-    return last.validation is not None or (last.split is not None and (last.split.validation + last.split.test) > 0)
+def _has_test_rows(bundle: Bundle) -> bool:
+    """Whether `trillora eval` needs no more than the run. For phases it needs the name of one."""
+    split = stages_of(bundle.recipe)[-1].recipe.data.split
+    return bundle.recipe.phases is None and split is not None and split.test > 0
 
 
 def _quoted(text: str) -> str:

@@ -328,7 +328,7 @@ class Session:
     def _take_previous(self) -> None:
         """What an earlier session kept. Kaggle mounts it as input, which cannot be written: it is copied."""
         source = self._previous_output()
-        if source is not None and not any((self.results / name).exists() for name in (CHECKPOINTS, "run")):
+        if source is not None and not self._has_results():
             print(f"Taking over {source}")
             self.results.mkdir(parents=True, exist_ok=True)
             for name in (CHECKPOINTS, "run"):
@@ -337,6 +337,8 @@ class Session:
             shutil.copyfile(source / RESULT, self.results / RESULT)
         before = read_result(self.results / RESULT)
         if before.get("recipe", self._result["recipe"]) != self._result["recipe"]:
+            if not self._has_results():
+                return  # a recipe with a mistake, which is corrected now
             raise SessionError(
                 f"{self.results} has the results of another recipe with the name {self.name}.\n"
                 "  do: move them away, or give the recipe's file another name and launch it again."
@@ -344,6 +346,9 @@ class Session:
         if before.get("state") == "finished":
             shutil.copytree(self.results / "run", self.run, dirs_exist_ok=True)
             self._result["state"] = "finished"
+
+    def _has_results(self) -> bool:
+        return any((self.results / name).exists() for name in (CHECKPOINTS, "run"))
 
     def _previous_output(self) -> Path | None:
         """The output of the last kernel in a chain, wherever it is mounted: the newest one of this run."""

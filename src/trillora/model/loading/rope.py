@@ -74,6 +74,12 @@ class ScaledPositions(BaseModel):
     def values(self) -> dict[str, object]:
         return self.model_dump(exclude_none=True)
 
+    def code(self, base: str) -> str:
+        """Lines of Python that make `config`, the scaled configuration of a base; `base` is Python for its name."""
+        return f"""config = AutoConfig.from_pretrained({base})
+config.get_text_config().update({self.values()})
+"""
+
     def file(self) -> dict[str, bytes]:
         """The file next to an adapter, by its name."""
         return {ROPE_FILE: (json.dumps(self.values(), indent=2) + "\n").encode()}

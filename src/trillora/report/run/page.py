@@ -8,13 +8,16 @@ import os
 import re
 import statistics
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trillora.data.excerpt import ExcerptPiece, Gap, shortened
+from trillora.errors import TrilloraError
 from trillora.events import Preferences
 from trillora.model.loading.description import EMBEDDED_NOTE
+from trillora.model.loading.rope import read_positions
 from trillora.model.loading.wrapper import MULTIMODAL, TEXT
 from trillora.own_command import runnable
 from trillora.recipe.schema import EMBEDDED
@@ -36,13 +39,14 @@ from trillora.report.run.eval_scores import eval_scores
 from trillora.report.run.parse import count, words
 from trillora.report.run.read import RunRecord
 from trillora.report.run.status import before_and_after, quoted, run_status, shown_path, total_seconds
-from trillora.runs.files import ADAPTER, CHECKPOINTS
+from trillora.runs.files import ADAPTER, CHECKPOINTS, ROPE_FILE
 from trillora.runs.manifest import DataFileFacts, StageRecord
 from trillora.secrets import mask_secrets, secrets_of_environment
 
 MAX_LISTED = 50  # lines of a table
 MAX_RECIPE = 60_000  # characters
 _ADDED_TOKENS = re.compile(r"^tokens: *(\[.|\n *-)", re.MULTILINE)  # in the recipe
+_SCALED_POSITIONS = re.compile(r"^  rope: *(\{.|\n *\w)", re.MULTILINE)
 TIME_FORMAT = "%d %b, %H:%M"  # the head of the page has the year
 
 
@@ -236,12 +240,24 @@ def _load_code(run: RunRecord, folder: Path) -> str:
     grown = "base.resize_token_embeddings(len(tokenizer))  # the run added tokens\n"
     grown = grown if _ADDED_TOKENS.search(run.recipe) else ""
     kind = MULTIMODAL if run.is_multimodal else TEXT
+    scaled = _scaling(run, folder, base)
+    has_config = "AutoConfig" in scaled
     return f"""from peft import PeftModel
-from transformers import {kind}, AutoTokenizer
+from transformers import {"AutoConfig, " if has_config else ""}{kind}, AutoTokenizer
 
-base = {kind}.from_pretrained({base}, dtype="auto")
+{scaled}base = {kind}.from_pretrained({base}, {"config=config, " if has_config else ""}dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained({adapter if has_tokenizer else base})
 {grown}model = PeftModel.from_pretrained(base, {adapter})"""
+
+
+def _scaling(run: RunRecord, folder: Path, base: str) -> str:
+    """Code that scales the positions of the base, as the adapter needs it."""
+    with suppress(TrilloraError, OSError):
+        if (positions := read_positions(folder)) is not None:
+            return positions.code(base)
+    if _SCALED_POSITIONS.search(run.recipe):  # a checkpoint, which has no such file
+        return f"# Add the scaling of the recipe's model.rope to the base: a checkpoint has no {ROPE_FILE}\n"
+    return ""
 
 
 def _model_facts(run: RunRecord) -> dict[str, Any]:

@@ -44,10 +44,11 @@ def options_from_data(file: str | os.PathLike[str], model: str = EMBEDDED) -> di
     return {"model": model, "data": path, **({} if loss == "sft" else {"train": {"loss": loss}})}
 
 
-def recipe_or_data(recipe: str | os.PathLike[str] | Mapping[str, object]) -> Any:
+def recipe_or_data(recipe: str | Path | Mapping[str, object]) -> str | Path | Mapping[str, object]:
     """A recipe as it is, or the options that data make one of."""
-    is_data = not isinstance(recipe, Mapping) and is_data_file(recipe)
-    return options_from_data(recipe) if is_data else recipe  # type: ignore[arg-type]
+    if isinstance(recipe, Mapping) or not is_data_file(recipe):
+        return recipe
+    return options_from_data(recipe)
 
 
 def recipe_text(recipe: Recipe, *comments: str) -> str:

@@ -90,7 +90,6 @@ def test_a_system_prompt_keeps_the_input_of_every_row(world: Path) -> None:
     "row",
     [
         {"prompt": [{"role": "user", "content": "1+1?"}], "completion": [{"role": "assistant", "content": "2"}]},
-        {"instruction": "Add.", "input": "", "output": "3", "history": [["1+1?", "2"]]},
         {"question": "1+1?", "answer": "2", "system": "Count."},
         {"question": "1+1?", "answer": "2", "tools": [{"name": "add"}]},
         {"prompt": "1+1?", "chosen": "2", "rejected": "3"},

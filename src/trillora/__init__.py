@@ -85,7 +85,8 @@ def load(
     overrides: Sequence[str] = (),
     listener: Listener | None = None,
 ) -> LoadedRun:
-    """Opens a finished run, to ask it, evaluate it, export it or merge it. `adapter` is the name of one of several.
+    """Opens a run, to ask it, evaluate it, export it or merge it. One that is not finished has the adapter of its last
+    checkpoint, and cannot be merged. `adapter` is the name of one of several.
     Overrides replace options of its recipe: `["model.name=FOLDER"]` if the model has moved."""
     from trillora.loaded_run import LoadedRun
 

@@ -68,15 +68,15 @@ def share_interval(share: float, count: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Preferences:
-    """Means over pairs of answers, or over answers with a label. A reward is beta times how much more likely the answer
-    is than with the reference. `as_logged` has TRL's names."""
+    """Means over pairs of answers, or over answers with a label. A reward is beta times the log-probability of the
+    answer, minus the reference's if the loss has one. `as_logged` has TRL's names."""
 
     pairs: float  # their number, or the sum of their weights
     rewards_chosen: float
     rewards_rejected: float
     rewards_margins: float
     rewards_accuracies: float  # share of the pairs in which the chosen answer has the higher reward
-    logps_chosen: float  # log-probability of a whole answer
+    logps_chosen: float  # log-probability of a whole answer; of simpo and orpo, the mean over its tokens
     logps_rejected: float
     kl: float | None = None  # of KTO
 
@@ -107,7 +107,7 @@ class Step:
     step: int  # the first step of the run is 1
     num_steps: int  # of all stages
     stage: str
-    loss: float  # mean over the supervised tokens of the whole batch
+    loss: float  # mean over the supervised tokens of the whole batch; of preferences, over its pairs or answers
     learning_rate: float
     grad_norm: float  # before clipping
     skipped: bool  # a value was not finite, or the gradient was an outlier: no weight was changed

@@ -30,7 +30,9 @@ from typer.testing import CliRunner
 
 from trillora.cli import app
 from trillora.errors import TrilloraError
+from trillora.events import Alarm, Event
 from trillora.launch.bundle import Bundle, make_bundle
+from trillora.launch.go import require_go
 from trillora.launch.notebooks.colab import ColabRun, write_colab
 from trillora.launch.notebooks.document import LARGEST_EMBEDDED, make_notebook, pack
 from trillora.launch.notebooks.kaggle import KERNEL_KEYS, KaggleFiles, clean_kernel, open_kaggle, write_kaggle
@@ -39,6 +41,8 @@ from trillora.launch.notebooks.session import RESULT
 from trillora.launch.notebooks.targets import TARGETS, Target, find_target
 from trillora.launch.origin import Release, find_release
 from trillora.locks.sets import find_set, locked_versions
+from trillora.preflight import client
+from trillora.recipe.load import load_recipe
 from trillora.version import REPOSITORY, __version__
 
 TOKEN = "hf_" + "Qz7" * 11
@@ -545,3 +549,16 @@ def test_wrong_arguments_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):
         code, output = invoke(*words)
         assert code == 2 and text in output, output
+
+
+def test_without_the_tpu_compiler_a_launch_asks_for_an_estimate_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler_here: None
+) -> None:
+    recipe = load_recipe(tiny_run.recipe(tiny_run.write_both(tmp_path, tiny_run.llama(num_layers=1)), hardware={}))
+    monkeypatch.setattr(client, "has_compiler_builds", lambda: True)
+    monkeypatch.setattr(client, "installed_version", {"jax": "0.10.2"}.get)
+    events: list[Event] = []
+    answer = require_go(recipe, "v5e-1", listener=events.append)
+    assert answer is not None and answer.verdict == "GO" and answer.method == "estimate"
+    [alarm] = [event.text for event in events if isinstance(event, Alarm) and "estimate" in event.text]
+    assert "The TPU compiler is not installed." in alarm and 'pip install "jax[tpu]==0.10.2"' in alarm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ import tiny_run
 from safetensors.numpy import load
 from tiny_run import assert_same, checkpoints_of, copy_interrupted, metrics
 
+from trillora.data.summary import inspect
 from trillora.errors import TrilloraError
 from trillora.events import SWAPPED, Alarm, Note
 from trillora.model.adapters import load_adapter
 from trillora.recipe.load import load_recipe
+from trillora.recipe.schema import stages_of
+from trillora.report.run.adapter_tables import summary
+from trillora.report.run.read import read_run
 from trillora.training.trainer import train
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
@@ -191,8 +196,12 @@ def test_labels_that_are_all_the_same_are_refused(label: bool, folder: Path, tmp
     rows = [json.loads(line) for line in (folder / "labels.jsonl").read_text().splitlines()]
     file = tmp_path / "same.jsonl"
     file.write_text("".join(f"{json.dumps({**row, 'label': label})}\n" for row in rows))
+    asked = load_recipe(recipe(folder, str(file), train={"loss": "kto"}))
     with pytest.raises(TrilloraError, match="there is nothing to compare them with"):
-        train(load_recipe(recipe(folder, str(file), train={"loss": "kto"})), tmp_path / "run")
+        train(asked, tmp_path / "run")
+    [stage] = stages_of(asked)
+    verdict = inspect(stage.recipe).verdict
+    assert not verdict.ready and "nothing to compare" in verdict.what
 
 
 def test_held_out_answers_may_all_be_bad_ones(folder: Path, tmp_path: Path) -> None:
@@ -236,6 +245,9 @@ def test_a_sweep_evaluates_each_adapter_with_its_own_beta(folder: Path, tmp_path
         own, same = one["preferences"], other["preferences"]
         assert own["rewards_margins"] == pytest.approx(same["rewards_margins"], rel=1e-3, abs=1e-6)
     assert any("with the most pairs right" in note for note in notes)  # losses of two betas are not comparable
+    run = read_run(tmp_path / "sweep")
+    assert run.best is not None and run.compares_betas
+    assert re.search(rf"Best: {run.best.name} with \S+\s% of the pairs right", " ".join(summary(run)))
 
 
 def test_betas_and_rates_are_compared_on_one_base(folder: Path, tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ def read_stage(stage: Stage, tokenizer: Tokenizer, listener: Listener) -> StageD
         if (refusal := refusal_of(dataset)) is not None:
             raise refusal
         batches = training_batches(dataset, recipe)
-        _check_labels(batches.documents, recipe)
+        if (refusal := refusal_of_labels(batches.documents, recipe)) is not None:
+            raise refusal
         evaluation = _evaluation(dataset, recipe, tokenizer, listener)
     except TrilloraError as error:
         error.where = error.where or f"stage {stage.name}"
@@ -127,12 +128,13 @@ def read_stage(stage: Stage, tokenizer: Tokenizer, listener: Listener) -> StageD
     )
 
 
-def _check_labels(documents: Documents, recipe: StageRecipe) -> None:
+def refusal_of_labels(documents: Documents, recipe: StageRecipe) -> TrilloraError | None:
+    """The error for answers that all have the same label."""
     facts = label_facts(documents, recipe.train)
     if facts is None or (facts.good and facts.bad):
-        return
+        return None
     kind, other = ("good", "bad") if facts.good else ("bad", "good")
-    raise TrilloraError(
+    return TrilloraError(
         f"All {facts.good + facts.bad:,} answers to train on are {kind}: there is nothing to compare them with.",
         where="data, label",
         do=f"add {other} answers" + ("; to learn from good answers alone, set train.loss to sft" if facts.good else ""),

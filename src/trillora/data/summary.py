@@ -31,7 +31,7 @@ from trillora.data.lengths import (
 from trillora.data.open import chat_template, open_dataset, refusal_of, with_template_date
 from trillora.data.prepare import DataProblem, Dataset
 from trillora.data.rows import place, refused
-from trillora.data.stage import batches_of
+from trillora.data.stage import batches_of, refusal_of_labels
 from trillora.data.tokenizing.encode import TokenizedDocument, Tokenizer
 from trillora.data.tokenizing.store import KINDS, Store
 from trillora.errors import TrilloraError
@@ -179,7 +179,12 @@ def inspect(
     except TrilloraError as error:
         nothing = error
     refusal = (
-        _bad_row(recipe, dataset) or refusal_of(dataset) or too_long or nothing or _not_for_the_model(recipe, folder)
+        _bad_row(recipe, dataset)
+        or refusal_of(dataset)
+        or too_long
+        or nothing
+        or refusal_of_labels(documents, recipe)
+        or _not_for_the_model(recipe, folder)
     )
     accepted = DataVerdict(True, "The data is ready to train on.")
     options = dataset.options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trillora.errors import TrilloraError
 from trillora.events import Alarm, Listener, ignore_events
+from trillora.preflight.client import choose_method
 from trillora.preflight.result import PreflightResult
 from trillora.preflight.verdict import preflight
 from trillora.recipe import yaml
@@ -13,10 +14,10 @@ from trillora.recipe.schema import Recipe
 def require_go(
     recipe: Recipe, slice_name: str, *, force: bool = False, listener: Listener = ignore_events
 ) -> PreflightResult | None:
-    """Preflight's answer for this slice. Raises an error unless the recipe fits as it is. With `force` it only warns,
-    and returns None if there is no answer."""
+    """Preflight's answer for this slice, an estimate where the TPU compiler is not installed. Raises an error unless
+    the recipe fits as it is. With `force` it only warns, and returns None if there is no answer."""
     try:
-        [result] = preflight(recipe, [slice_name], listener=listener)
+        [result] = preflight(recipe, [slice_name], estimate=_has_no_compiler(listener), listener=listener)
     except TrilloraError as error:
         if not force:
             raise
@@ -37,3 +38,14 @@ def require_go(
         raise TrilloraError(what, where="preflight", do=f"{do}; pass --force to launch it anyway")
     listener(Alarm(f"{what} It is launched because of --force."))
     return result
+
+
+def _has_no_compiler(listener: Listener) -> bool:
+    """Whether libtpu is missing on a machine that could have it, or is of another version; it is said then."""
+    try:
+        choose_method(use_estimate=False)
+    except TrilloraError as error:
+        install = str(error.do).partition(";")[0]
+        listener(Alarm(f"{error.what} So this answer is an estimate. To ask the compiler before the start: {install}"))
+        return True
+    return False

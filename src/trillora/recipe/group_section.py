@@ -48,7 +48,9 @@ class SweepSection(Section):
         default=None, description="Values of beta to compare, instead of train.beta."
     )
     keep: Literal["best", "all"] = Field(
-        default="best", description="best: the adapter with the lowest evaluation loss is the run's. all: keep each."
+        default="best",
+        description="best: the adapter with the lowest evaluation loss is the run's; with several betas, the one with "
+        "the most pairs right. all: keep each.",
     )
 
     @property

@@ -105,7 +105,8 @@ class LossOptions(Section):
     )
     beta: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         default=None,
-        description="How much the answers may move away from the reference: smaller is further (default 0.1; simpo 2).",
+        description="How close the model stays to the reference: with a smaller beta it moves further "
+        "(default 0.1; simpo 2).",
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=0.5, description="Share of the pairs that may have their answers swapped by mistake."
@@ -122,8 +123,8 @@ class LossOptions(Section):
     undesirable_weight: float = Field(default=1.0, ge=0, le=1e6, description="kto: weight of the bad answers.")
     precompute_ref_log_probs: bool = Field(
         default=False,
-        description="Compute what the reference thinks of the answers once, before the stage, and not in every step. "
-        "It saves time from the second epoch on.",
+        description="Compute the reference's log-probabilities of the answers once, before the stage, and not in every "
+        "step. It saves time from the second epoch on.",
     )
 
     @property

@@ -84,7 +84,8 @@ class PhaseOptions(Section):
 
     learning_rate: Auto | Rate = Field(
         default=2e-4,
-        description="Peak learning rate. auto: eight rates are tried on the first steps, and the best one continues.",
+        description="Peak learning rate (default for losses that compare answers: 2e-5). auto: eight rates are tried "
+        "on the first steps, and the best one continues.",
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",
@@ -224,7 +225,9 @@ class TrainSection(StageOptions):
 
 
 class StageSection(StageOptions):
-    """One of several stages: its own data, and the training options that differ from `train`."""
+    """One of several stages: its own data, and the training options that differ from `train`. A stage with a `loss` of
+    its own takes none of the loss options of `train`; if that loss compares answers, its learning rate is 2e-5 unless
+    the stage gives one."""
 
     name: str = Field(pattern=NAME, description="Name of the stage.")
     data: DataSection = Field(description="The stage's training data: a path, or a mapping.")
@@ -277,7 +280,8 @@ class EvaluateSection(Section):
         default=None, description="End a stage after this many evaluations without a lower loss (default: never)."
     )
     keep_best: bool = Field(
-        default=True, description="Keep the adapter with the best evaluation of the last stage, not the last one."
+        default=True,
+        description="Keep the adapter of the best evaluation in the last stage, not the adapter of the last step.",
     )
 
 

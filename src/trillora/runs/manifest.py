@@ -55,6 +55,7 @@ class AdapterPlan:
     alpha: float | None
     seed: int | None
     num_steps: int | None
+    beta: float | None = None  # of a loss of preferences
 
 
 @dataclass(frozen=True)

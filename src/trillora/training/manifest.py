@@ -100,7 +100,8 @@ def _group(entry: Entry) -> GroupPlan:
     adapters = []
     for one in entry.members:
         train, lora = one.recipe.train, one.recipe.lora
-        adapters.append(AdapterPlan(one.name, train.rate, lora.rank, lora.alpha, train.seed, one.num_steps))
+        beta = None if train.rows == "answers" else train.strength
+        adapters.append(AdapterPlan(one.name, train.rate, lora.rank, lora.alpha, train.seed, one.num_steps, beta))
     return GroupPlan(entry.kind, tuple(adapters))
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from trillora.events import Score
-from trillora.report.numbers import format_count, format_loss
+from trillora.report.numbers import format_count, format_loss, format_percent
 from trillora.report.run.adapters import NOT_ENDED, AdapterRecord, edge_of_rates
 from trillora.report.run.curves.several_adapters import Look, looks_of
 from trillora.report.run.parse import words
@@ -46,7 +46,7 @@ class ScoresTable:
 def adapters_table(run: RunRecord) -> AdaptersTable:
     best, adapters = run.best, list(run.adapters)
     if run.manifest.group.kind in ("sweep", "auto"):  # phases have different data, so their losses are not compared
-        adapters.sort(key=lambda a: (a is not best, math.inf if a.best_loss is None else a.best_loss, -a.last_step))
+        adapters.sort(key=lambda adapter: (adapter is not best, run.rank_of(adapter), -adapter.last_step))
     folder, method = words(run.result.merged.get("folder")), words(run.result.merged.get("method"))
     return AdaptersTable(
         adapters,
@@ -77,7 +77,10 @@ def summary(run: RunRecord) -> tuple[str, ...]:
     if best is not None and best.best_loss is not None:
         at = f" at step {best.best_step:,}" if best.best_step is not None else ""
         base = f"; the base model has {format_loss(best.base_loss)}" if best.base_loss is not None else ""
-        lines.append(f"Best: {best.name} with evaluation loss {format_loss(best.best_loss)}{at}{base}.")
+        what = f"evaluation loss {format_loss(best.best_loss)}"
+        if run.compares_betas and best.best is not None:  # losses of different betas are not comparable
+            what, base = f"{format_percent(best.best.accuracy)} of the pairs right", ""
+        lines.append(f"Best: {best.name} with {what}{at}{base}.")
     if best is not None and (
         hint := edge_of_rates(best.plan.learning_rate, [a.plan.learning_rate for a in run.adapters])
     ):

@@ -6,6 +6,7 @@ Secrets are masked here, before any other code sees a text. `parse` says what be
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -79,7 +80,17 @@ class RunRecord:
             return next((adapter for adapter in self.adapters if adapter.name == self.result.best), None)
         rated = [adapter for adapter in self.adapters if adapter.best is not None]
         is_contest = self.manifest.group.kind in ("sweep", "auto")
-        return min(rated, key=lambda adapter: adapter.best_loss or 0.0) if is_contest and rated else None
+        return min(rated, key=self.rank_of) if is_contest and rated else None
+
+    @property
+    def compares_betas(self) -> bool:
+        return len({adapter.plan.beta for adapter in self.adapters}) > 1
+
+    def rank_of(self, adapter: AdapterRecord) -> tuple[float, float]:
+        """Lower is better. Losses of different betas are not comparable: the share of pairs that are right is."""
+        loss = math.inf if adapter.best_loss is None else adapter.best_loss
+        accuracy = adapter.best.accuracy if self.compares_betas and adapter.best is not None else 0.0
+        return -accuracy, loss
 
     @property
     def last_step(self) -> int:

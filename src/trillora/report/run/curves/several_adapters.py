@@ -287,7 +287,9 @@ def _losses_at_selections(run: RunRecord) -> list[_Trend]:
 
 def _settings(run: RunRecord) -> dict[str, str]:
     """What distinguishes adapters with the same learning rate: "rank 8, seed 1"; "" if nothing does."""
-    names = [name for name in ("rank", "alpha", "seed") if len({getattr(a.plan, name) for a in run.adapters}) > 1]
+    names = [
+        name for name in ("beta", "rank", "alpha", "seed") if len({getattr(a.plan, name) for a in run.adapters}) > 1
+    ]
     if "rank" in names and "alpha" in names:
         names.remove("alpha")  # usually a multiple of the rank
     return {a.name: ", ".join(f"{name} {getattr(a.plan, name)}" for name in names) for a in run.adapters}

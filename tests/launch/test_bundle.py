@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -174,7 +175,8 @@ def test_missing_file_is_refused(tmp_path: Path, sections: dict[str, Any], what:
 @pytest.mark.parametrize("to", ["private.txt", "chained"])
 def test_a_link_that_leads_out_of_its_folder_is_refused(tmp_path: Path, link: str, to: str) -> None:
     recipe = write_recipe(tmp_path / "home", lora={"from": "./adapter"})
-    (tmp_path / "private.txt").write_text('{"messages": []}')
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "private.txt").write_text(json.dumps({"messages": turns}))  # it could be a row
     (tmp_path / "chained").symlink_to("private.txt")
     (tmp_path / "home" / "adapter" / "deep").mkdir(parents=True)
     (tmp_path / "home" / "adapter" / "adapter_config.json").write_text("{}")

@@ -71,12 +71,10 @@ class PreferenceSums:
         pairs = float(sums["rewards/accuracies"][1])
         means |= {"rewards/margins": means["rewards/chosen"] - means["rewards/rejected"], "pairs": pairs}
         # All answers may be bad ones: then there is none to be certain of.
-        loss, per_token = (
-            loss / pairs + (token_loss / num_wanted if num_wanted else 0.0),
-            log_p / (num_wanted or math.nan),
-        )
+        mean = loss / pairs + (token_loss / num_wanted if num_wanted else 0.0)
+        per_token = log_p / num_wanted if num_wanted else math.nan
         found = Preferences.of(means)
-        return TokenMetrics(loss, _perplexity(-per_token), means["rewards/accuracies"], round(num_tokens), found)
+        return TokenMetrics(mean, _perplexity(-per_token), means["rewards/accuracies"], round(num_tokens), found)
 
 
 def _perplexity(loss: float) -> float:

@@ -125,9 +125,8 @@ class Lane:
         self.is_broken = False  # during a call that uses up the arrays of the batch
         self._unread: collections.deque[tuple[Written, list[tuple[int, Running]], int]] = collections.deque()
         self._seconds_per_token, self._last_read, self._num_spare = 0.0, 0.0, 0
-        self._prepared: tuple[BatchShape, BatchShape] | None = (
-            None  # present and next shape, whose programs are started
-        )
+        # The present and the next shape, whose programs are started.
+        self._prepared: tuple[BatchShape, BatchShape] | None = None
 
     @property
     def running(self) -> list[Running]:
